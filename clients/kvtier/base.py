@@ -78,6 +78,7 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         program: str = "kvtier",
         prefill_tokens_per_s: float = 0.0,
         configuration: Settings = (),
+        secret: bytes = b"",
         on_ready: Callable[[ClientStatus], None] | None = None,
     ) -> None:
         """Makes a client, which connects in the background. All arguments are keywords; `instance` and
@@ -86,7 +87,7 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
 
         instance: str
             Name of the engine instance, 1 to 1,024 bytes of UTF-8: the same for all processes of the engine,
-            and unique among the instances that are attached to the daemon.
+            and unique among the instances of this user that are attached to the daemon.
         namespace: Namespace
             What makes blocks of two engines interchangeable: model, dtype, hash scheme and the like. Blocks
             are shared only between clients whose namespaces and groups are equal.
@@ -123,6 +124,10 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
             Settings of the engine that are neither in the namespace nor the default, for people: 0 to 256
             names and values, sorted by name. If an audit finds that two engines do not compute the same
             blocks, the daemon tells in which of these they differ.
+        secret: bytes, default b""
+            0 to 1,024 bytes that only the processes of this instance know, the same in all of them.
+            Another process of the same user cannot join the instance, or take a place in it after a restart
+            of the daemon, without them. b"": every process of the user can.
         on_ready: Callable[[ClientStatus], None] | None, default None
             Called each time the client has become ready: once for every epoch, so again after the daemon was
             away. It is called by a thread of the client's, or in the loop of an asyncio client, and must
@@ -143,6 +148,7 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
             program=program,
             prefill_tokens_per_s=prefill_tokens_per_s,
             configuration=tuple(configuration),
+            secret=secret,
         )
         self._session = ProtocolState(
             spec, clock=time.monotonic, make_event=self._event_type, release=self._release

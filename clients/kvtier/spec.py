@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Required, Self, TypedDict
 
@@ -19,6 +19,7 @@ FEATURES = ("index-page", "joint-lookup", "retention", "batches")
 """The features that this client requires of a daemon, as named in Hello and Welcome."""
 WORLD_SIZE_MAX = 1_024
 RANGES_MAX = 4_096
+SECRET_BYTES_MAX = 1_024
 PREFILL_TOKENS_PER_S_MIN, PREFILL_TOKENS_PER_S_MAX = 1e-3, 1e9
 
 
@@ -48,7 +49,7 @@ class AttachSpec:
     """One client's place in its instance. Raises KvtierError, naming the field, if it makes no sense."""
 
     instance: str
-    """The name of the engine instance: the same for all its processes, unique in the daemon."""
+    """The name of the engine instance: the same for all its processes, unique among those of its user."""
     namespace: layout.Namespace
     role: Role = Role.BOTH
     rank: int = 0
@@ -66,12 +67,17 @@ class AttachSpec:
     """Tokens of a prompt that the engine computes in a second; 0: not known."""
     configuration: layout.Settings = ()
     """The engine's settings that are neither in the namespace nor the default, for people."""
+    secret: bytes = field(default=b"", repr=False)
+    """What only the processes of the instance know."""
 
     def __post_init__(self) -> None:
         layout.check_text("instance", self.instance, Reason.MALFORMED, required=True)
         layout.check_text("program", self.program, Reason.MALFORMED)
         check_prefill_rate(self.prefill_tokens_per_s)
         layout.check_settings("configuration", self.configuration, Reason.MALFORMED)
+        if len(self.secret) > SECRET_BYTES_MAX:
+            message = f"at most {SECRET_BYTES_MAX:,} bytes"
+            raise KvtierError(Reason.MALFORMED, message, field="secret", value=f"{len(self.secret)} bytes")
         if not 1 <= self.world_size <= WORLD_SIZE_MAX:
             message = f"must be between 1 and {WORLD_SIZE_MAX}"
             raise KvtierError(Reason.MALFORMED, message, field="world_size", value=self.world_size)
@@ -131,6 +137,7 @@ class AttachSpec:
             client=self.program,
             prefill_tokens_per_s=prefill_tokens_per_s,
             configuration=layout.settings_to_proto(self.configuration),
+            secret=self.secret,
         )
 
     def register_memory(self, ranges: Sequence[side_pb2.DeviceRange] = ()) -> side_pb2.RegisterMemory:
@@ -161,6 +168,7 @@ class ClientOptions(TypedDict, total=False):
     program: str
     prefill_tokens_per_s: float
     configuration: layout.Settings
+    secret: bytes
     on_ready: Callable[[ClientStatus], None] | None
 
 

@@ -34,6 +34,7 @@ from kvtier_vllm import autostart, updates
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 from kvtier_vllm.groups import HYBRID_VLLM, Groups, context_ranks, groups_of, replicated_groups
 from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults, around_reset
+from kvtier_vllm.instance import secret_of, shown_id
 from kvtier_vllm.link import Link
 from kvtier_vllm.logs import adopt_client_log, attached, log
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata, Weights, WeightsChange
@@ -500,12 +501,13 @@ class _Identity:
         """Returns the options of a client of this process. Slow, because it may read the model's weights.
         Raises UnsupportedConfiguration."""
         parallel = self._vllm_config.parallel_config
-        engine = self._vllm_config.kv_transfer_config.engine_id
+        engine = str(self._vllm_config.kv_transfer_config.engine_id)
         return ClientOptions(
             # With other weights this is another instance, so that its processes never meet those of the one
             # before.
-            instance=f"{engine}-dp{parallel.data_parallel_rank}"
+            instance=f"{shown_id(engine)}-dp{parallel.data_parallel_rank}"
             + (f"-g{weights.life}" if weights.life else ""),
+            secret=secret_of(engine),
             namespace=self._namespace(weights),
             role=role,
             rank=parallel.rank if role is Role.RANK else 0,

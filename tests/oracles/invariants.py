@@ -236,7 +236,7 @@ def _check_sessions(core: CoreState) -> None:
         if session.mapping is not None:
             assert not session.instance.over, "a session of an ended epoch has a mapping"
         assert not (session.lost and session.registered), "a registered session counts as lost"
-    numbered = {(instance.name, instance.number) for instance in core.instances.values()}
+    numbered = {((instance.owner, instance.name), instance.number) for instance in core.instances.values()}
     names, numbers = {name for name, _ in numbered}, {number for _, number in numbered}
     assert len(numbered) == len(names) == len(numbers), "two names have one number, or one has two"
     attached = sum(len(instance.sessions) for instance in core.instances.values())
@@ -247,7 +247,9 @@ def _check_instance(core: CoreState, instance: Instance) -> None:
     over = instance.state is InstanceState.FENCING
     assert instance.state is not InstanceState.GONE, "a gone instance is kept"
     assert core.instances.get(instance.epoch) is instance
-    assert (core.names.get(instance.name) is instance) == (not over), f"names: {instance.describe()}"
+    assert (core.names.get((instance.owner, instance.name)) is instance) == (not over), (
+        f"names: {instance.describe()}"
+    )
     if over:
         assert instance.mappings, "an ended instance without mappings is kept"
         assert not instance.leases, "leases outlived their epoch"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from kvtierd.core.actions import InstanceView
 from kvtierd.core.ids import Epoch, LeaseId, Rank, SessionId, Ticket
-from kvtierd.core.stimuli import AttachSession, GroupGeometry, SessionRole
+from kvtierd.core.stimuli import NOBODY, AttachSession, GroupGeometry, Owner, SessionRole
 
 DOORBELLS, PART_WORDS, BLOCKS = 2, 4, 10
 CHAINS, CHAIN_LENGTH = 3, 8
@@ -29,6 +29,7 @@ class Kind:
     """The scheduler's process holds rank 0 as well."""
     replicated: tuple[int, ...] = ()
     """Groups of which every rank holds the same."""
+    owner: Owner = NOBODY
 
     @property
     def world(self) -> int:
@@ -47,6 +48,8 @@ KINDS = (
     Kind("wide", b"three", ((8192, 4096, 8192), (12288, 12288, 12288)), False),
     Kind("large", b"four", ((8192,),), False),
     Kind("latent", b"five", ((4096, 4096), (8192, 4096)), False, replicated=(0,)),
+    Kind("twin", b"one", ((4096,),), False, owner=Owner("another", 1, b"secret")),
+    Kind("twin", b"one", ((4096,),), False, owner=Owner("another", 1)),
 )
 
 
@@ -114,7 +117,18 @@ class Engine:
         groups = () if process == SCHEDULER else self.groups(process)
         rank = Rank(max(process, 0))
         kind = self.kind
-        return AttachSession(session, kind.name, role, rank, kind.world, kind.namespace, 32, "model", groups)
+        return AttachSession(
+            session,
+            kind.name,
+            role,
+            rank,
+            kind.world,
+            kind.namespace,
+            32,
+            "model",
+            groups,
+            owner=kind.owner,
+        )
 
     def groups(self, rank: int) -> tuple[GroupGeometry, ...]:
         return tuple(
@@ -135,7 +149,13 @@ class Engine:
 
     def content(self, rank: int, group: int, key: bytes) -> Any:
         """What a rank's share of a block must be, whoever stored it."""
-        return (self.kind.namespace, group, key, 0 if group in self.kind.replicated else rank)
+        return (
+            self.kind.owner.tenant,
+            self.kind.namespace,
+            group,
+            key,
+            0 if group in self.kind.replicated else rank,
+        )
 
     def run(self, chain: int, first: int, end: int) -> list[bytes]:
         """Hashes of a part of a sequence; sequences share no block."""

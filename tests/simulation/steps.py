@@ -117,8 +117,8 @@ def engine_step(world: World) -> None:
         session = world.dying.pop(world.random.randrange(len(world.dying)))
         world.do(EndSession(session, "told to"))
         return
-    names = {engine.kind.name for engine in world.engines}
-    free = [kind for kind in KINDS if kind.name not in names]
+    there = {engine.kind for engine in world.engines}
+    free = [kind for kind in KINDS if kind not in there]
     if free and (not world.engines or (world.random.random() < 0.1 and len(world.engines) < ENGINES)):
         world.engines.append(Engine(world.random.choice(free)))
     engine = world.random.choice(world.engines)

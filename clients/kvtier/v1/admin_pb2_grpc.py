@@ -26,7 +26,12 @@ if _version_not_supported:
 
 
 class AdminStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """A caller says who it is by the token of a side connection that is open, in the metadata `kvtier-token-bin`.
+    Operators are the daemon's own user and those that server.operators names; without a server.group, whoever can reach
+    the socket is taken for an operator. Status, Explain and ListNamespaces answer everybody, and tell of the engines and
+    namespaces of the caller's own tenant only, unless the caller is an operator; without a token, of none. All other
+    calls are refused with REASON_NOT_OPERATOR to callers who are not operators.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -77,7 +82,12 @@ class AdminStub(object):
 
 
 class AdminServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """A caller says who it is by the token of a side connection that is open, in the metadata `kvtier-token-bin`.
+    Operators are the daemon's own user and those that server.operators names; without a server.group, whoever can reach
+    the socket is taken for an operator. Status, Explain and ListNamespaces answer everybody, and tell of the engines and
+    namespaces of the caller's own tenant only, unless the caller is an operator; without a token, of none. All other
+    calls are refused with REASON_NOT_OPERATOR to callers who are not operators.
+    """
 
     def Status(self, request, context):
         """A snapshot of the daemon. It is cheap, and may be polled every second.
@@ -198,7 +208,12 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin(object):
-    """Missing associated documentation comment in .proto file."""
+    """A caller says who it is by the token of a side connection that is open, in the metadata `kvtier-token-bin`.
+    Operators are the daemon's own user and those that server.operators names; without a server.group, whoever can reach
+    the socket is taken for an operator. Status, Explain and ListNamespaces answer everybody, and tell of the engines and
+    namespaces of the caller's own tenant only, unless the caller is an operator; without a token, of none. All other
+    calls are refused with REASON_NOT_OPERATOR to callers who are not operators.
+    """
 
     @staticmethod
     def Status(request,

@@ -271,9 +271,12 @@ class Hello(google.protobuf.message.Message):
     CLIENT_FIELD_NUMBER: builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
     CONFIGURATION_FIELD_NUMBER: builtins.int
+    SECRET_FIELD_NUMBER: builtins.int
     token: builtins.bytes
     instance: builtins.str
-    """The name of the engine instance, the same for all its processes, e.g. vLLM's engine id and data-parallel rank."""
+    """The name of the engine instance, the same for all its processes, e.g. vLLM's engine id and data-parallel rank.
+    Instances of other users, or with another secret, are other instances, even if they have the same name.
+    """
     role: kvtier.v1.types_pb2.Role.ValueType
     rank: builtins.int
     """Rank of this process; ignored for ROLE_SCHEDULER."""
@@ -284,6 +287,10 @@ class Hello(google.protobuf.message.Message):
     prefill_tokens_per_s: builtins.float
     """Tokens of a prompt that the engine computes in a second, so that the daemon can tell when loading is slower than
     that. 0 if that is not known, or is measured and sent in heartbeats.
+    """
+    secret: builtins.bytes
+    """What only the processes of this instance know, at most 1,024 bytes: another process of the same user that does not
+    know it cannot join the instance. It is compared and never told to anybody. Empty: the user alone decides.
     """
     @property
     def protocol_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -324,9 +331,10 @@ class Hello(google.protobuf.message.Message):
         client: builtins.str = ...,
         prefill_tokens_per_s: builtins.float = ...,
         configuration: collections.abc.Iterable[kvtier.v1.types_pb2.Setting] | None = ...,
+        secret: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["namespace", b"namespace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "configuration", b"configuration", "features", b"features", "groups", b"groups", "instance", b"instance", "namespace", b"namespace", "prefill_tokens_per_s", b"prefill_tokens_per_s", "protocol_versions", b"protocol_versions", "rank", b"rank", "role", b"role", "token", b"token", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "configuration", b"configuration", "features", b"features", "groups", b"groups", "instance", b"instance", "namespace", b"namespace", "prefill_tokens_per_s", b"prefill_tokens_per_s", "protocol_versions", b"protocol_versions", "rank", b"rank", "role", b"role", "secret", b"secret", "token", b"token", "world_size", b"world_size"]) -> None: ...
 
 global___Hello = Hello
 

@@ -220,6 +220,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """the driver is missing, too old, or refuses; the message says what to change"""
     REASON_DEVICE_OUT_OF_MEMORY: _Reason.ValueType  # 46
     """no room on the GPU for the daemon's context: lower the engine's share"""
+    REASON_NOT_OPERATOR: _Reason.ValueType  # 47
+    """PERMISSION_DENIED: only an operator may do that"""
     REASON_QUEUE_FULL: _Reason.ValueType  # 60
     """Load. Try again later, or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)"""
     REASON_LEASE_LIMIT: _Reason.ValueType  # 61
@@ -294,6 +296,8 @@ REASON_DEVICE_UNAVAILABLE: Reason.ValueType  # 45
 """the driver is missing, too old, or refuses; the message says what to change"""
 REASON_DEVICE_OUT_OF_MEMORY: Reason.ValueType  # 46
 """no room on the GPU for the daemon's context: lower the engine's share"""
+REASON_NOT_OPERATOR: Reason.ValueType  # 47
+"""PERMISSION_DENIED: only an operator may do that"""
 REASON_QUEUE_FULL: Reason.ValueType  # 60
 """Load. Try again later, or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)"""
 REASON_LEASE_LIMIT: Reason.ValueType  # 61
@@ -353,7 +357,9 @@ class Namespace(google.protobuf.message.Message):
     hash_bytes: builtins.int
     """Bytes of one block hash, 8 to 32."""
     tenant: builtins.str
-    """The tenant. Blocks are never shared between tenants."""
+    """A part of the caller's tenant, as an engine calls it. Blocks are never shared between such parts, but this is only
+    what an engine says: the tenant itself, which the daemon derives from the caller's user, protects one from another.
+    """
     salt: builtins.str
     """Free text mixed into the namespace, e.g. a deployment's secret salt."""
     generation: builtins.int

@@ -309,16 +309,16 @@ class Cache:
             raise _stopping()
         return await self._clearing.clear(namespace, timeout_s)
 
-    def explain(self, key: bytes, namespace: str, group: int | None) -> Explained:
-        """Why a block can be read or not, in namespaces whose digest begins with `namespace`. Raises
-        Refusal."""
+    def explain(self, key: bytes, namespace: str, group: int | None, tenant: str | None) -> Explained:
+        """Why a block can be read or not, in namespaces whose digest begins with `namespace`, of one tenant,
+        or of all if `tenant` is None. Raises Refusal."""
         if self.poisoned.is_set():
             raise _stopping()
-        return self._machine.explain(key, namespace, group)
+        return self._machine.explain(key, namespace, group, tenant)
 
-    def namespaces(self) -> tuple[PlaceStatus, ...]:
-        """How many blocks there are of each namespace, and who uses it."""
-        return self._machine.namespaces()
+    def namespaces(self, tenant: str | None) -> tuple[PlaceStatus, ...]:
+        """How many blocks there are of each namespace of a tenant, or of all, and who uses it."""
+        return self._machine.namespaces(tenant)
 
     @property
     def uptime_s(self) -> float:

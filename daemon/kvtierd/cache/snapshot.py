@@ -26,6 +26,8 @@ class SessionAbout:
     """On the façade's clock."""
     configuration: tuple[tuple[str, str], ...] = ()
     """Names and values of the engine's settings, as far as it has told them."""
+    uid: int = 0
+    """The user who runs the process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvtierd.config import settings as s
 from kvtierd.config.disk import DiskConfig, Refuse, check_disks, check_extents
+from kvtierd.config.people import ROOT, People, TenantRule, everybody_of, tenant_rules
 from kvtierd.config.reading import CONFIG_VARIABLE, Reading
 from kvtierd.config.settings import ConfigError, Given
 from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, Verify
@@ -45,6 +46,20 @@ class ServerConfig:
     )
     group: str = s.setting(
         "", s.text, "Unix group that may use the sockets besides their owner. Empty: the owner only."
+    )
+    tenants: tuple[TenantRule, ...] = s.setting(
+        (),
+        tenant_rules,
+        "Who is of which tenant, as WHO=TENANT, the first that fits; WHO is user:NAME, uid:N, uid:N-M, "
+        "group:NAME, gid:N or *. Engines share blocks only within a tenant. Without a rule, each user is a "
+        "tenant.",
+        metavar="RULE,...",
+    )
+    operators: tuple[People, ...] = s.setting(
+        (ROOT,),
+        everybody_of,
+        "Who may drain, clear, scrub and reload, besides the daemon's own user; written like WHO of tenants.",
+        metavar="WHO,...",
     )
     health_listen: str = s.setting(
         "off",

@@ -215,10 +215,12 @@ class Machine:
         plan, pages = self._indexed(session, group), self.core.pages
         return plan.space, None if plan.space in pages else pages.blocks_max(plan)
 
-    def explain(self, key: bytes, namespace: str = "", group: int | None = None) -> Explained:
+    def explain(
+        self, key: bytes, namespace: str = "", group: int | None = None, tenant: str | None = None
+    ) -> Explained:
         """Says why the block of a hash can be read or not, for each namespace whose hexadecimal digest begins
-        with `namespace`. Takes milliseconds. Raises Refusal."""
-        return explain(self.core, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)))
+        with `namespace`. With `tenant`, only its namespaces exist. Takes milliseconds. Raises Refusal."""
+        return explain(self.core, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)), tenant)
 
     def clearable(self, namespace: str) -> tuple[SpaceId, ...]:
         """The spaces of the one namespace whose hexadecimal digest begins with `namespace`, or all spaces if
@@ -230,9 +232,10 @@ class Machine:
         whole."""
         return self._clearing.keys(space)
 
-    def namespaces(self) -> tuple[PlaceStatus, ...]:
-        """How many blocks there are of each namespace, and who uses it. Takes microseconds for each."""
-        return places(self.core)
+    def namespaces(self, tenant: str | None = None) -> tuple[PlaceStatus, ...]:
+        """How many blocks there are of each namespace, or of those of one tenant, and who uses it. Takes
+        microseconds for each."""
+        return places(self.core, tenant)
 
     def status(self) -> CoreStatus:
         """A picture of everything. Takes time for each instance, worker and slot size, but not for each
@@ -283,6 +286,7 @@ class Machine:
 def _instance_status(instance: Instance) -> InstanceStatus:
     return InstanceStatus(
         name=instance.name,
+        owner=instance.owner,
         number=instance.number,
         epoch=instance.epoch,
         ready=instance.live,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvtierd.core.ids import DiskId, Epoch, NamespaceDigest, SessionId, WorkerId
-from kvtierd.core.stimuli import CoreIntegrity
+from kvtierd.core.stimuli import CoreIntegrity, Owner
 
 
 @dataclass(slots=True)
@@ -118,6 +118,7 @@ class DiskTally:
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
     name: str
+    owner: Owner
     number: int
     """A number from 1 that no other instance has at this time; another name may get it once this instance is
     gone."""

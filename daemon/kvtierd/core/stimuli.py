@@ -40,6 +40,22 @@ class GroupGeometry:
 
 
 @dataclass(frozen=True, slots=True)
+class Owner:
+    """Who an instance belongs to: a process joins an instance of its own owner, or forms one. Instances of
+    two owners have nothing to do with each other, even if they have the same name."""
+
+    tenant: str = ""
+    """Whose blocks its instances may use: namespaces of two tenants are different ones."""
+    uid: int = 0
+    """The user who runs the process, as the kernel says."""
+    secret: bytes = b""
+    """A digest of what only the processes of the instance know; empty if they know nothing of the kind."""
+
+
+NOBODY = Owner()
+
+
+@dataclass(frozen=True, slots=True)
 class AttachSession(Stimulus):
     """A process says hello. The reply is `Attached`."""
 
@@ -57,6 +73,7 @@ class AttachSession(Stimulus):
     """How fast the engine says that it computes a prompt; 0 if that is not known."""
     namespace_facts: tuple[tuple[str, str], ...] = ()
     """Names and values of what `namespace_fields` was made of, for messages to people."""
+    owner: Owner = NOBODY
 
 
 @dataclass(frozen=True, slots=True)

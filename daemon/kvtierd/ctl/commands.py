@@ -27,6 +27,7 @@ from kvtierd.core.errors import Reason
 from kvtierd.core.ids import HASH_BYTES_MAX
 from kvtierd.ctl.bench import WAIT_S, BenchError, bench
 from kvtierd.ctl.bench import lines as bench_lines
+from kvtierd.ctl.caller import admin_at
 from kvtierd.ctl.clear import cleared, question
 from kvtierd.ctl.engine import EngineCheck, verdict
 from kvtierd.ctl.engine_http import EngineServer, server_of
@@ -403,8 +404,8 @@ def check_engine(
             click.echo(line)
 
     try:
-        with grpc.insecure_channel(f"unix:{path.absolute()}") as channel:
-            check = EngineCheck(server, admin_pb2_grpc.AdminStub(channel), path, timeout_s, say)
+        with admin_at(path) as admin:
+            check = EngineCheck(server, admin, path, timeout_s, say)
             proof, status = check.run(model), 0
     except grpc.RpcError as error:
         proof, status = check.proof, EXIT_NO_DAEMON
@@ -505,8 +506,7 @@ def _admin(path: Path, longest_s: float = TIMEOUT_S) -> Iterator[admin_pb2_grpc.
     ends the program. `longest_s`: how long a call may take; that nobody answers at all is known sooner."""
     waited_s = TIMEOUT_S
     try:
-        with grpc.insecure_channel(f"unix:{path.absolute()}", RECONNECT_SOON) as channel:
-            admin = admin_pb2_grpc.AdminStub(channel)
+        with admin_at(path, RECONNECT_SOON) as admin:
             if longest_s > TIMEOUT_S:
                 _status(admin)
             waited_s = longest_s

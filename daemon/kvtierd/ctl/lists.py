@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from kvtier.connection.reach import user_of
 from kvtier.v1.admin_pb2 import InstanceStatus, NamespaceStatus, SessionStatus, StatusResponse, WorkerStatus
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -30,6 +31,7 @@ PROCESS: Mapping[str, Callable[[tuple[InstanceStatus, SessionStatus]], Renderabl
     "ENGINE": lambda each: each[0].instance,
     "ROLE": lambda each: each[1].role,
     "PID": lambda each: str(each[1].pid) if each[1].pid else "in another pid namespace",
+    "USER": lambda each: user_of(each[1].uid).name,
     "ATTACHED FOR": lambda each: duration(each[1].attached_s),
     "CLIENT": lambda each: each[1].client,
 }
@@ -92,8 +94,9 @@ def namespaces(found: Sequence[NamespaceStatus], fields: bool = False) -> Render
     for digest in dict.fromkeys(each.namespace_digest for each in found):
         groups = [each for each in found if each.namespace_digest == digest]
         model = groups[0].model or "(of an earlier daemon)"
+        tenant = f", tenant {groups[0].tenant}" if groups[0].tenant else ""
         parts += [
-            Text.assemble((f"namespace {digest}", "bold"), f"  {model}"),
+            Text.assemble((f"namespace {digest}", "bold"), f"  {model}", tenant),
             indented(table(GROUP, groups)),
         ]
         if fields:

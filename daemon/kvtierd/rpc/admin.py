@@ -1,4 +1,8 @@
-"""The Admin service, except for drains: how operators' calls are answered. All of them raise Refusal."""
+"""The Admin service, except for drains: how the calls of operators and viewers are answered. All of them
+raise Refusal."""
+
+from collections.abc import Callable
+from typing import Any
 
 from kvtier.v1 import admin_pb2
 
@@ -6,6 +10,7 @@ from kvtierd.cache import Cache
 from kvtierd.config.reload import Reload
 from kvtierd.config.settings import ConfigError
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.rpc.authority import Authority, Viewer
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.explaining import explain_response
 from kvtierd.rpc.handlers import Serve, answering, streaming
@@ -13,27 +18,53 @@ from kvtierd.rpc.status import AboutDaemon, clear_response, namespace_status, re
 
 
 class AdminCalls:
-    def __init__(self, cache: Cache, about: AboutDaemon, draining: Draining, reload: Reload) -> None:
+    def __init__(
+        self, cache: Cache, about: AboutDaemon, authority: Authority, draining: Draining, reload: Reload
+    ) -> None:
         self._cache = cache
+        self._about = about
+        self._authority = authority
         self._reload = reload
         self.by_method: dict[str, Serve] = {
-            "Status": answering(lambda _: status_response(about, cache.snapshot())),
-            "Drain": streaming(draining.drain),
-            "Resume": answering(draining.resume),
-            "Explain": answering(self.explain),
-            "Scrub": answering(lambda _: admin_pb2.ScrubResponse(paths=cache.scrub())),
-            "Clear": answering(self.clear),
-            "ListNamespaces": answering(self.namespaces),
-            "Reload": answering(self.reload),
+            "Status": self._seen(self.status),
+            "Explain": self._seen(self.explain),
+            "ListNamespaces": self._seen(self.namespaces),
+            "Drain": streaming(self._ordered("Drain", draining.drain)),
+            "Resume": answering(self._ordered("Resume", draining.resume)),
+            "Scrub": answering(self._ordered("Scrub", self.scrub)),
+            "Clear": answering(self._ordered("Clear", self.clear)),
+            "Reload": answering(self._ordered("Reload", self.reload)),
         }
 
-    def namespaces(self, request: admin_pb2.ListNamespacesRequest) -> admin_pb2.ListNamespacesResponse:
-        return admin_pb2.ListNamespacesResponse(namespaces=map(namespace_status, self._cache.namespaces()))
+    def _seen(self, call: Callable[[Any, Viewer], Any]) -> Serve:
+        """A call that anybody may make, and whose answer depends on who asks."""
+        return answering(lambda request, context: call(request, self._authority.viewer(context)))
 
-    def explain(self, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
+    def _ordered(self, name: str, call: Callable[[Any], Any]) -> Serve:
+        """A call that only operators may make."""
+
+        def serve(request: Any, context: Any) -> Any:
+            self._authority.operator(context, name)
+            return call(request)
+
+        return serve
+
+    def status(self, request: admin_pb2.StatusRequest, viewer: Viewer) -> admin_pb2.StatusResponse:
+        return status_response(self._about, self._cache.snapshot(), viewer)
+
+    def namespaces(
+        self, request: admin_pb2.ListNamespacesRequest, viewer: Viewer
+    ) -> admin_pb2.ListNamespacesResponse:
+        found = self._cache.namespaces(viewer.tenant)
+        return admin_pb2.ListNamespacesResponse(namespaces=map(namespace_status, found))
+
+    def explain(self, request: admin_pb2.ExplainRequest, viewer: Viewer) -> admin_pb2.ExplainResponse:
         group = request.group if request.HasField("group") else None
-        explained = self._cache.explain(request.hash, request.namespace, group)
+        explained = self._cache.explain(request.hash, request.namespace, group, viewer.tenant)
         return explain_response(explained, self._cache.uptime_s)
+
+    def scrub(self, request: admin_pb2.ScrubRequest) -> admin_pb2.ScrubResponse:
+        return admin_pb2.ScrubResponse(paths=self._cache.scrub())
 
     async def clear(self, request: admin_pb2.ClearRequest) -> admin_pb2.ClearResponse:
         return clear_response(await self._cache.clear(request.namespace, request.timeout_ms / 1000))

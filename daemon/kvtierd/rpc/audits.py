@@ -38,12 +38,13 @@ class EnginesMet:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._told_s = -TELL_EVERY_S
-        self._met: OrderedDict[bytes, OrderedDict[_Engine, str]] = OrderedDict()
-        """For the fingerprint of a namespace's fields: its engines, and the latest instance of each."""
+        self._met: OrderedDict[tuple[str, bytes], OrderedDict[_Engine, str]] = OrderedDict()
+        """For a tenant and the fingerprint of a namespace's fields: its engines, and the latest instance of
+        each."""
 
     def add(self, greeting: Greeting) -> None:
         """Remembers a scheduler that has attached."""
-        namespace = fields_fingerprint(greeting.attach.namespace_fields)
+        namespace = _namespace(greeting)
         engines = self._met.setdefault(namespace, OrderedDict())
         self._met.move_to_end(namespace)
         engine = _Engine(greeting.client, greeting.configuration)
@@ -77,10 +78,14 @@ class EnginesMet:
 
     def _others(self, greeting: Greeting) -> Iterator[str]:
         mine = _Engine(greeting.client, greeting.configuration)
-        namespace = fields_fingerprint(greeting.attach.namespace_fields)
-        for other, instance in self._met.get(namespace, {}).items():
+        for other, instance in self._met.get(_namespace(greeting), {}).items():
             if other != mine:
                 yield f"{instance} ({other.client}): " + (", ".join(_differences(mine, other)) or "set alike")
+
+
+def _namespace(greeting: Greeting) -> tuple[str, bytes]:
+    attach = greeting.attach
+    return attach.owner.tenant, fields_fingerprint(attach.namespace_fields)
 
 
 def _joined(parts: Iterable[str]) -> str:

@@ -21,22 +21,15 @@ from kvtierd.core.stimuli import AuditReport, GroupGeometry, SessionRole
 from kvtierd.logs import logger
 from kvtierd.rpc.audits import EnginesMet, refuse_of_ranks
 from kvtierd.rpc.hello import Greeting
+from kvtierd.rpc.peers import PeerProcess
 from kvtierd.rpc.queries import Caller
 
 TOKEN_BYTES = 16
+OPERATORS_MAX = 16
+"""Operators may have so many connections besides `sessions_max`, to ask Admin: no session attaches on
+them."""
 
 log = logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerProcess:
-    """The process at the other end of a side connection, as the kernel reports it."""
-
-    pid: int
-    uid: int
-    gid: int
-    pidfd: int
-    """Readable when the process is gone. The session owns it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +41,8 @@ class Connection:
     peer: PeerProcess
     opened_at_s: float
     heard_at_s: float
+    spare: bool = False
+    """An operator's, beyond the number of sessions: it cannot attach."""
     on_end: list[Callable[[Refusal], None]] = field(default_factory=list)
     """Functions that are called once, when the session is over: they close the stream and the side
     connection."""
@@ -97,18 +92,23 @@ class Connections:
         """A new session of a process that has just connected; takes over `peer.pidfd`. Raises Refusal."""
         if self._closing:
             raise Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
-        if len(self._by_token) >= self._sessions_max:
-            raise Refusal(
-                Reason.QUEUE_FULL,
-                f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max)",
-            )
+        spare = len(self._by_token) - self._sessions_max
+        if spare >= (OPERATORS_MAX if peer.operator else 0):
+            raise self._full()
         now = self._clock()
-        connection = Connection(SessionId(next(self._ids)), secrets.token_bytes(TOKEN_BYTES), peer, now, now)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        connection = Connection(SessionId(next(self._ids)), token, peer, now, now, spare=spare >= 0)
         self._by_token[connection.token] = connection
         asyncio.get_running_loop().add_reader(
             peer.pidfd, self.end, connection, Refusal(Reason.EPOCH_ENDED, "its process has died")
         )
         return connection
+
+    def _full(self) -> Refusal:
+        return Refusal(
+            Reason.QUEUE_FULL,
+            f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max)",
+        )
 
     def by_token(self, token: bytes) -> Connection:
         """The session with this token. Raises Refusal UNKNOWN_TOKEN."""
@@ -130,6 +130,8 @@ class Connections:
         """Attaches a session. Raises Refusal; the session may then send another Hello on another stream."""
         if connection.greeting is not None:
             raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")
+        if connection.spare:
+            raise self._full()
         attach = greeting.attach
         names = {
             SessionRole.SCHEDULER: "scheduler",
@@ -142,6 +144,7 @@ class Connections:
             greeting.client,
             self._clock(),
             greeting.configuration,
+            connection.peer.uid,
         )
         reply = self._cache.attach(attach, about, listener)
         connection.greeting = greeting

@@ -129,6 +129,7 @@ def differences(mine: Place, other: Place) -> list[admin_pb2.Difference]:
 def _facts(group: int, about: NamespaceAbout) -> Iterator[tuple[str, str]]:
     """Everything that goes into a digest, by the names that clients know."""
     yield "group", str(group)
+    yield "tenant", about.tenant
     yield from _fields(about.fields)
     yield "world_size", str(about.world_size)
     yield "groups", str(len(about.groups))

@@ -42,15 +42,15 @@ def _handler(method: MethodDescriptor, serve: Serve, bytes_max: int) -> "grpc.Rp
     )
 
 
-def answering(call: Callable[[Any], Any]) -> Serve:
-    """Serves a function or coroutine that takes a request and returns its response. A Refusal ends the
-    call."""
+def answering(call: Serve) -> Serve:
+    """Serves a function or coroutine that takes a request and its context, and returns the response. A
+    Refusal ends the call."""
 
     async def serve(request: Any, context: Any) -> Any:
         try:
             if isinstance(request, Undecodable):
                 raise request.refusal
-            response = call(request)
+            response = call(request, context)
             return await response if isinstance(response, Awaitable) else response
         except Refusal as refusal:
             await abort(context, refusal)
@@ -58,14 +58,14 @@ def answering(call: Callable[[Any], Any]) -> Serve:
     return serve
 
 
-def streaming(call: Callable[[Any], Any]) -> Serve:
+def streaming(call: Serve) -> Serve:
     """Serves an asynchronous generator of responses in the same way."""
 
     async def serve(request: Any, context: Any) -> Any:
         try:
             if isinstance(request, Undecodable):
                 raise request.refusal
-            async with contextlib.aclosing(call(request)) as responses:
+            async with contextlib.aclosing(call(request, context)) as responses:
                 async for response in responses:
                     yield response
         except Refusal as refusal:

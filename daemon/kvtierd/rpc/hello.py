@@ -1,5 +1,6 @@
 """Checks a Hello completely, and makes the core's stimulus of it. Pure functions."""
 
+import hashlib
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,10 @@ from kvtier.v1 import cache_pb2, types_pb2
 
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Rank, SessionId
-from kvtierd.core.stimuli import AttachSession, GroupGeometry, SessionRole
+from kvtierd.core.stimuli import AttachSession, GroupGeometry, Owner, SessionRole
 from kvtierd.rpc.batches import BATCHES
 from kvtierd.rpc.heartbeats import prefill_rate
+from kvtierd.rpc.peers import PeerProcess
 
 PROTOCOL_VERSIONS = (1,)
 FEATURES = frozenset({"index-page", "joint-lookup", "retention", BATCHES})
@@ -30,6 +32,7 @@ OFFERS_MAX = 256
 """Protocol versions in one Hello, and features in one Hello."""
 SLOT_BYTES_MAX = 2**32 - 1
 """Bytes of all planes of one group together, which a slot record holds in 32 bits."""
+SECRET_BYTES_MAX = 1_024
 
 _ROLES = {
     types_pb2.ROLE_SCHEDULER: SessionRole.SCHEDULER,
@@ -66,8 +69,8 @@ def choose_version(offered: Sequence[int]) -> int:
     return max(common)
 
 
-def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
-    """Converts a Hello. Raises Refusal for the first thing in it that is wrong."""
+def greeting_of(hello: cache_pb2.Hello, session: SessionId, peer: PeerProcess) -> Greeting:
+    """Converts a Hello that `peer` has sent. Raises Refusal for the first thing in it that is wrong."""
     version = choose_version(hello.protocol_versions)
     role = _ROLES.get(hello.role)
     if role is None:
@@ -110,12 +113,25 @@ def greeting_of(hello: cache_pb2.Hello, session: SessionId) -> Greeting:
             model=hello.namespace.model,
             groups=_groups(hello.groups, holds_rank),
             prefill_tokens_per_s=prefill_rate(hello.prefill_tokens_per_s),
+            owner=_owner(hello.secret, peer),
         ),
         protocol_version=version,
         features=tuple(feature for feature in hello.features if feature in FEATURES),
         client=hello.client,
         configuration=_settings("configuration", hello.configuration, Reason.MALFORMED),
     )
+
+
+def _owner(secret: bytes, peer: PeerProcess) -> Owner:
+    if len(secret) > SECRET_BYTES_MAX:
+        raise Refusal(
+            Reason.MALFORMED,
+            f"at most {SECRET_BYTES_MAX} bytes",
+            field="secret",
+            value=f"{len(secret)} bytes",
+        )
+    digest = hashlib.sha256(b"kvtier secret 1\0" + secret).digest() if secret else b""
+    return Owner(peer.tenant, peer.uid, digest)
 
 
 def namespace_fields(namespace: types_pb2.Namespace) -> bytes:

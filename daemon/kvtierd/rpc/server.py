@@ -16,12 +16,14 @@ from kvtierd.config.daemon import ServerConfig
 from kvtierd.config.reload import Reload
 from kvtierd.core.stimuli import CoreLimits
 from kvtierd.rpc.admin import AdminCalls
+from kvtierd.rpc.authority import Authority
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.connections import Connections
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.guard import HARD_LIMIT_FACTOR
 from kvtierd.rpc.handlers import Serve, answering, generic_handler
 from kvtierd.rpc.health import LIVE, HealthServer, status_of
+from kvtierd.rpc.peers import PeerRules
 from kvtierd.rpc.queries import Caller
 from kvtierd.rpc.sockets import SocketError
 from kvtierd.rpc.status import AboutDaemon
@@ -51,6 +53,7 @@ class RpcServer:
         settings: ServerConfig,
         leased_blocks_max: int,
         about: AboutDaemon,
+        rules: PeerRules,
         observe: Observe,
         stop: Callable[[], None],
         reload: Reload,
@@ -62,7 +65,7 @@ class RpcServer:
         self._observe = observe
         self._calls = Calls(cache, limits)
         self.draining = Draining(cache, about, self._set_health, stop)
-        self._admin = AdminCalls(cache, about, self.draining, reload)
+        self._admin = AdminCalls(cache, about, Authority(connections, rules), self.draining, reload)
         self._bytes_max = settings.message_bytes_max
         self._health_listen = settings.health_listen
         self._health_server: HealthServer | None = None
@@ -147,7 +150,7 @@ class RpcServer:
     def _unary(self, name: str, call: Callable[[Any, Caller], Any]) -> Serve:
         observed = name.lower()
 
-        def answer(request: Any) -> Any:
+        def answer(request: Any, _: Any) -> Any:
             started_s = time.perf_counter()
             connection = self._connections.by_token(request.session.token)
             self._connections.heard(connection)

@@ -2,10 +2,8 @@
 is gone."""
 
 import asyncio
-import errno
 import os
 import socket
-import struct
 from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
@@ -17,15 +15,12 @@ from kvtierd.core.ids import RegistrationId
 from kvtierd.core.stimuli import SessionRole
 from kvtierd.logs import logger
 from kvtierd.rpc import memory_check
-from kvtierd.rpc.connections import Connection, Connections, PeerProcess
+from kvtierd.rpc.connections import Connection, Connections
 from kvtierd.rpc.errors import to_error
 from kvtierd.rpc.hello import choose_version
 from kvtierd.rpc.memory_check import ranges_of
+from kvtierd.rpc.peers import PeerRules
 
-SO_PEERPIDFD = 77
-SO_PEERGROUPS = 59
-GETSOCKOPT_BYTES_MAX = 1_024
-"""The largest buffer that Python's getsockopt takes."""
 WAITING_REQUESTS_MAX = 8
 """Requests that a client may send before the first is answered; the protocol asks for one at a time."""
 WAITING_DESCRIPTORS_MAX = 64
@@ -43,13 +38,12 @@ class SideServer:
     """Accepts side connections on a listening socket. Each of them is one session."""
 
     def __init__(
-        self, listener: socket.socket, connections: Connections, cache: Cache, gid: int | None
+        self, listener: socket.socket, connections: Connections, cache: Cache, rules: PeerRules
     ) -> None:
-        """`gid` is a group whose members may connect, besides this process's user and root."""
         self._listener = listener
         self._connections = connections
         self._cache = cache
-        self._gid = gid
+        self._rules = rules
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(listener.fileno(), self._accept)
 
@@ -70,7 +64,7 @@ class SideServer:
             self._loop.call_later(ACCEPT_RETRY_S, self._accept_again)
             return
         try:
-            peer = self._peer(sock)
+            peer = self._rules.admit(sock)
         except (OSError, PermissionError) as error:
             log.warning("a side connection was refused", error=str(error))
             sock.close()
@@ -92,39 +86,6 @@ class SideServer:
     def _accept_again(self) -> None:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener.fileno(), self._accept)
-
-    def _peer(self, sock: socket.socket) -> PeerProcess:
-        """The process that connected. Raises PermissionError if it may not, OSError if it is gone already."""
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, gid = struct.unpack("3i", raw)
-        if uid not in (0, os.geteuid()) and not (self._gid is not None and self._gid in groups_of(sock, gid)):
-            raise PermissionError(f"uid {uid} (pid {pid}) is neither this daemon's user nor in its group")
-        return PeerProcess(pid, uid, gid, pidfd_of(sock, pid))
-
-
-def groups_of(sock: socket.socket, gid: int) -> set[int]:
-    """All groups of the process that connected, or only its first one, `gid`, if it has more than 256
-    others."""
-    try:
-        raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GETSOCKOPT_BYTES_MAX)
-    except OSError:
-        return {gid}
-    return {gid, *struct.unpack(f"{len(raw) // 4}I", raw)}
-
-
-def pidfd_of(sock: socket.socket, pid: int) -> int:
-    """A pidfd of the process that connected, not inheritable. Raises OSError if it is gone."""
-    try:
-        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except OSError as error:
-        if pid == 0 and error.errno != errno.ENOPROTOOPT:
-            raise
-        if pid == 0:
-            raise PermissionError(
-                "a process of another pid namespace (a container) connected, and kernels before 6.5 cannot "
-                "name it: upgrade the kernel, or run kvtierd in the host's pid namespace (hostPID)"
-            ) from None
-        return os.pidfd_open(pid)  # kernels before 6.5; the peer is alive as long as its end is open
 
 
 class _SideConnection:

@@ -11,6 +11,7 @@ from kvtierd.cache import Cleared, Snapshot
 from kvtierd.config.reload import Reloaded
 from kvtierd.core.maintenance.explain import PlaceStatus
 from kvtierd.core.status import InstanceStatus
+from kvtierd.rpc.authority import Viewer
 from kvtierd.rpc.explaining import fields_of
 
 _Message = TypeVar("_Message", bound=Message)
@@ -29,7 +30,8 @@ class AboutDaemon:
     """The command line that started the daemon, quoted for a shell."""
 
 
-def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusResponse:
+def status_response(about: AboutDaemon, snapshot: Snapshot, viewer: Viewer) -> admin_pb2.StatusResponse:
+    """The snapshot, with those engines that `viewer` may see. Everything else is about the whole daemon."""
     core, pool, integrity = snapshot.core, snapshot.pool, snapshot.core.integrity
     return _message(
         admin_pb2.StatusResponse,
@@ -56,7 +58,7 @@ def status_response(about: AboutDaemon, snapshot: Snapshot) -> admin_pb2.StatusR
             found_after_restart=core.counters.corrupt_after_restart,
             found_in_sample=core.counters.corrupt_in_sample,
         ),
-        instances=[_instance(each, snapshot) for each in core.instances],
+        instances=[_instance(each, snapshot) for each in core.instances if viewer.sees(each.owner.tenant)],
         workers=[_message(admin_pb2.WorkerStatus, worker) for worker in snapshot.workers],
         disks=[
             _message(admin_pb2.DiskStatus, disk, disk.core, disk.core.counters) for disk in snapshot.disks
@@ -81,6 +83,7 @@ def _instance(instance: InstanceStatus, snapshot: Snapshot) -> admin_pb2.Instanc
         admin_pb2.InstanceStatus,
         instance,
         instance=instance.name,
+        tenant=instance.owner.tenant,
         namespace_digest=instance.namespace.hex() if instance.namespace else "",
         sessions=[
             _message(
@@ -121,6 +124,7 @@ def namespace_status(each: PlaceStatus) -> admin_pb2.NamespaceStatus:
     if about is not None:
         group = about.groups[place.group]
         message.model = about.model
+        message.tenant = about.tenant
         message.world_size = about.world_size
         message.hash_bytes = about.hash_bytes
         message.block_tokens = group.block_tokens

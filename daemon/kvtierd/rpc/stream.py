@@ -232,7 +232,7 @@ class AttachStream:
             if request.WhichOneof("body") != "hello":
                 raise Refusal(Reason.NOT_ATTACHED, "the first message of a stream is a Hello", field="body")
             connection = self._connections.by_token(request.hello.token)
-            greeting = greeting_of(request.hello, connection.id)
+            greeting = greeting_of(request.hello, connection.id, connection.peer)
             attached = self._connections.attach(connection, greeting, self._event)
         except Refusal as refusal:
             self._push(cache_pb2.AttachResponse(id=request.id, error=to_error(refusal)))

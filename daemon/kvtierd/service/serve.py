@@ -32,6 +32,7 @@ from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
 from kvtierd.preflight import descriptors_wanted, require
 from kvtierd.rpc.connections import Connections
+from kvtierd.rpc.peers import PeerRules
 from kvtierd.rpc.server import RpcServer
 from kvtierd.rpc.side import SideServer
 from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
@@ -75,8 +76,9 @@ def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
         notifier = Notifier()
         stack.callback(notifier.close)
         notifier.starting("Opening the pool", EXTENSION_S)
-        gid = group_id(config.server.group)
         server = config.server
+        gid = group_id(server.group)
+        rules = PeerRules(gid, server.tenants, server.operators)
         sockets = OwnedSockets(server.socket_path, server.side_socket_path, server.lock_path, gid)
         stack.callback(sockets.release)
         pool = open_pool(config, notifier, stop.check)
@@ -86,7 +88,7 @@ def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
             stack.callback(disk.image.close)
             disks.append(disk)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Daemon(loaded, read_again, stop, notifier, sockets, pool, disks, gid).run())
+            return runner.run(_Daemon(loaded, read_again, stop, notifier, sockets, pool, disks, rules).run())
 
 
 def first_epoch(boot_nonce: int) -> int:
@@ -178,7 +180,7 @@ class _Daemon:
         sockets: OwnedSockets,
         pool: HostPool,
         disks: list[DiskFile],
-        gid: int | None,
+        rules: PeerRules,
     ) -> None:
         self._config = loaded.config
         self._may_move_metrics = loaded.may_move_metrics
@@ -188,7 +190,7 @@ class _Daemon:
         self._sockets = sockets
         self._pool = pool
         self._disks = disks
-        self._gid = gid
+        self._rules = rules
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -289,6 +291,7 @@ class _Daemon:
             config.server,
             int(self._pool.geometry.capacity_bytes * config.limits.leased_fraction_max) // PAGE_BYTES,
             AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line()),
+            self._rules,
             metrics.observe_rpc,
             self._drained,
             lambda: self._reload(cache, workers, connections, manager),
@@ -358,7 +361,7 @@ class _Daemon:
             rpc.bind(self._sockets.grpc_path)
         listener = self._sockets.bind_side()
         self._sockets.open_to_group()
-        side = SideServer(listener, connections, cache, self._gid)
+        side = SideServer(listener, connections, cache, self._rules)
         stack.callback(side.close)
         stack.push_async_callback(rpc.stop, 0)
         await rpc.start()

@@ -20,9 +20,10 @@ from kvtierd.core.status import Tally
 from kvtierd.core.stimuli import CoreLimits, WorkerLive
 from kvtierd.memory import HostPool
 from kvtierd.rpc.calls import Calls
-from kvtierd.rpc.connections import Connection, Connections, PeerProcess
+from kvtierd.rpc.connections import Connection, Connections
 from kvtierd.rpc.guard import Undecodable, decoder
 from kvtierd.rpc.hello import greeting_of
+from kvtierd.rpc.peers import PeerProcess
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 from tests.oracles.invariants import validate
@@ -112,13 +113,15 @@ class Front:
     def open(self) -> Connection:
         """A session of this process, as the side socket makes one."""
         return self.connections.open(
-            PeerProcess(os.getpid(), os.getuid(), os.getgid(), os.pidfd_open(os.getpid()))
+            PeerProcess(
+                os.getpid(), os.getuid(), os.getgid(), os.pidfd_open(os.getpid()), "tenant", operator=True
+            )
         )
 
     def hello(self, hello: cache_pb2.Hello, listener: Callable[[Event], None]) -> Connection:
         """What the session stream does with its first message. Raises Refusal."""
         connection = self.connections.by_token(hello.token)
-        self.connections.attach(connection, greeting_of(hello, connection.id), listener)
+        self.connections.attach(connection, greeting_of(hello, connection.id, connection.peer), listener)
         return connection
 
     # --- what may not change ---

@@ -128,7 +128,7 @@ class Campaign:
     def explain(self) -> None:
         key = self.chance.randbytes(self.chance.choice((0, 1, 7, 33, 64)))
         try:
-            found = self.front.cache.explain(key, self.chance.choice(("", "zz", "00")), None)
+            found = self.front.cache.explain(key, self.chance.choice(("", "zz", "00")), None, None)
         except Refusal as refusal:
             self.refused(refusal.reason, (Reason.HASH_LENGTH, Reason.NAMESPACE_INVALID), "explain")
         else:

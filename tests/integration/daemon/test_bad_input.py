@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
+from kvtierd.rpc.connections import OPERATORS_MAX
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.looks import nothing_changes, refusal
@@ -479,11 +480,16 @@ class TestSideSocket:
         first, second, third = connect(), connect(), connect()
         first.side.open()
         second.side.open()
-        response, _ = third.side.receive()
+        with pytest.raises(Refused, match="sessions_max") as refused:
+            third.attach()  # an operator could ask Admin on this connection, but no engine attaches
+        assert refused.value.reason == "QUEUE_FULL"
+        operators = [connect() for _ in range(OPERATORS_MAX)]
+        response, _ = operators[-1].side.receive()
         assert response.error.reason == types_pb2.REASON_QUEUE_FULL
         assert "sessions_max" in response.error.message
-        first.close()
-        until(lambda: _opens(connect()), "room again")
+        for each in (first, third, *operators):
+            each.close()
+        until(lambda: _attaches(connect()), "room again")
 
 
 def _drained(side: SideSocket) -> bool:
@@ -494,8 +500,8 @@ def _drained(side: SideSocket) -> bool:
         return True
 
 
-def _opens(session: RawSession) -> bool:
+def _attaches(session: RawSession) -> bool:
     try:
-        return bool(session.side.open())
+        return bool(session.attach())
     except (Refused, OSError, AssertionError):
         return False

@@ -13,6 +13,7 @@ from kvtierd.core.ids import DiskId, WorkerId
 from kvtierd.core.state.disks import Disk as CoreDisk
 from kvtierd.core.status import DiskStatus
 from kvtierd.core.stimuli import (
+    NOBODY,
     CoreDisks,
     DiskJobFinished,
     DiskRecovered,
@@ -157,7 +158,7 @@ class Disk:
 
     def holds(self, instance: Instance, *numbers: int, group: int = 0) -> list[int]:
         """Which of these keys it has READY."""
-        space = self.host.machine.core.names[instance.name].plans[group].space
+        space = self.host.machine.core.names[NOBODY, instance.name].plans[group].space
         _, states = self.core.blocks.table.lookup(space, keys(*numbers))
         return [number for number, state in zip(numbers, states, strict=True) if state == BlockState.READY]
 
@@ -166,7 +167,7 @@ def flagged(instance: Instance, flag: BlockFlag, *numbers: int, group: int = 0) 
     """Which of these blocks the host has, with this flag."""
     core = instance.host.machine.core
     table = core.blocks.table
-    entries, states = table.lookup(core.names[instance.name].plans[group].space, keys(*numbers))
+    entries, states = table.lookup(core.names[NOBODY, instance.name].plans[group].space, keys(*numbers))
     there = [(n, e) for n, e, state in zip(numbers, entries, states, strict=True) if state]
     return [number for number, entry in there if table.flags(np.array([entry], np.uint32))[0] & flag]
 

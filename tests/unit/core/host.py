@@ -34,6 +34,7 @@ from kvtierd.core.ids import (
 )
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import (
+    NOBODY,
     AttachSession,
     BlockQuery,
     CoreDisks,
@@ -294,7 +295,7 @@ class Instance:
     def hits(self, *numbers: int, group: int = 0) -> list[int]:
         """Which of these keys are READY; looks without touching."""
         core = self.host.machine.core
-        _, states = core.blocks.table.lookup(core.names[self.name].plans[group].space, keys(*numbers))
+        _, states = core.blocks.table.lookup(core.names[NOBODY, self.name].plans[group].space, keys(*numbers))
         return [number for number, state in zip(numbers, states, strict=True) if state == BlockState.READY]
 
     def lease(self, *numbers: int) -> LeaseId:

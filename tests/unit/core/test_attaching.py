@@ -92,7 +92,7 @@ def test_the_first_field_that_differs_is_named_with_both_values(host: Host) -> N
     ("changes", "reason", "field"),
     [
         ({"world_size": 3}, Reason.FINGERPRINT_MISMATCH, "world_size"),
-        ({"namespace_fields": b"x"}, Reason.FINGERPRINT_MISMATCH, "namespace"),
+        ({"namespace_fields": b"x"}, Reason.FINGERPRINT_MISMATCH, "namespace.salt"),
         ({"hash_bytes": 16}, Reason.FINGERPRINT_MISMATCH, "namespace.hash_bytes"),
         ({"model": "x"}, Reason.FINGERPRINT_MISMATCH, "namespace.model"),
         ({"groups": (group(tokens=32),)}, Reason.FINGERPRINT_MISMATCH, "groups[0].block_tokens"),

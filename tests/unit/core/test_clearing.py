@@ -10,7 +10,7 @@ from kvtierd.core.actions import ClearReply, FreeSlots
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SpaceId
 from kvtierd.core.maintenance.explain import BlockVerdict
-from kvtierd.core.stimuli import ClearBlocks, ReleaseLeases
+from kvtierd.core.stimuli import NOBODY, ClearBlocks, ReleaseLeases
 
 from tests.unit.core.disk import READ, WRITE, DiskHost
 from tests.unit.core.host import Host, Instance, keys
@@ -19,7 +19,7 @@ Make = Callable[..., DiskHost]
 
 
 def space_of(instance: Instance, group: int = 0) -> SpaceId:
-    return instance.host.machine.core.names[instance.name].plans[group].space
+    return instance.host.machine.core.names[NOBODY, instance.name].plans[group].space
 
 
 def clear(instance: Instance, *numbers: int, group: int = 0) -> ClearReply:

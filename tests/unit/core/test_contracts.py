@@ -22,7 +22,7 @@ from kvtierd.core.state.transitions import (
     Transitions,
     WorkerState,
 )
-from kvtierd.core.stimuli import EndSession, PartOutcome, Tick, WorkerLive, WorkerLost
+from kvtierd.core.stimuli import NOBODY, EndSession, PartOutcome, Tick, WorkerLive, WorkerLost
 
 from tests.oracles.free_slots import free_slots
 from tests.oracles.invariants import validate
@@ -139,7 +139,7 @@ class TestDiskValidator:
     @staticmethod
     def entry(host: DiskHost, number: int, *, on_disk: bool = False) -> np.ndarray:
         blocks = host.disk.core.blocks if on_disk else host.machine.core.blocks
-        return blocks.table.lookup(host.machine.core.names["engine"].plans[0].space, keys(number))[0]
+        return blocks.table.lookup(host.machine.core.names[NOBODY, "engine"].plans[0].space, keys(number))[0]
 
     def clean(self, host: DiskHost) -> None:
         host.machine.core.blocks.table.clear_flags(self.entry(host, 1), BlockFlag.CLEAN)
@@ -211,7 +211,7 @@ class TestValidator:
     def writing(host: Host) -> None:
         blocks = host.machine.core.blocks
         domain = next(iter(blocks.domains.by_id.values()))
-        plan = host.machine.core.names["engine"].plans[0]
+        plan = host.machine.core.names[NOBODY, "engine"].plans[0]
         new = blocks.insert(plan.space, domain, np.full((1, 32), 9, np.uint8))
         blocks.give_slots(domain, new.entries)
 
@@ -239,11 +239,11 @@ class TestValidator:
 
     @staticmethod
     def words(host: Host) -> None:
-        host.machine.core.names["engine"].words_in_use.clear()
+        host.machine.core.names[NOBODY, "engine"].words_in_use.clear()
 
     @staticmethod
     def leased(host: Host) -> None:
-        host.machine.core.names["engine"].leased_bytes += 1
+        host.machine.core.names[NOBODY, "engine"].leased_bytes += 1
 
     @staticmethod
     def deadline(host: Host) -> None:
@@ -263,7 +263,7 @@ class TestValidator:
 
     @staticmethod
     def instance(host: Host) -> None:
-        host.machine.core.names["engine"].ranks.clear()
+        host.machine.core.names[NOBODY, "engine"].ranks.clear()
 
     @staticmethod
     def extent(host: Host) -> None:

@@ -12,6 +12,7 @@ from kvtierd.core.actions import LookupReply
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import LeaseId
 from kvtierd.core.stimuli import (
+    NOBODY,
     BlockQuery,
     CoreLimits,
     Drain,
@@ -124,7 +125,7 @@ class TestLeases:
         assert [answer.lease_first for answer in reply.groups] == [0, 2]
         table = host.machine.core.blocks.table
         for group, pins in ((0, [1, 1, 1, 1]), (1, [0, 0, 1, 1])):
-            space = host.machine.core.names["engine"].plans[group].space
+            space = host.machine.core.names[NOBODY, "engine"].plans[group].space
             entries, _ = table.lookup(space, keys(1, 2, 3, 4))
             assert table.pins(entries).tolist() == pins
         one.load(leases(reply)[1], [7, 8], group=1).finish()

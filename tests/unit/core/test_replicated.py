@@ -7,7 +7,7 @@ import pytest
 from kvtierd.core.actions import CommitSlots, OpenSlots, TransferEnd
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Rank
-from kvtierd.core.stimuli import GroupGeometry, PartOutcome
+from kvtierd.core.stimuli import NOBODY, GroupGeometry, PartOutcome
 
 from tests.unit.core.host import Host, Instance, Running, keys
 
@@ -128,7 +128,7 @@ class TestAgreement:
         refusal = host.refused(hello)
         assert (refusal.reason, refusal.field) == (Reason.FINGERPRINT_MISMATCH, field)
         one.attach(1)
-        assert host.machine.core.names[one.name].digest is not None
+        assert host.machine.core.names[NOBODY, one.name].digest is not None
 
     def test_blocks_stored_once_and_by_all_are_not_shared(self, host: Host, pair: Instance) -> None:
         pair.stored(1)
@@ -144,6 +144,6 @@ class TestAgreement:
         assert running.finish().end is TransferEnd.DONE
 
     def test_the_rank_that_stores_is_of_the_instance(self, pair: Instance) -> None:
-        plan = pair.host.machine.core.names[pair.name].plans
+        plan = pair.host.machine.core.names[NOBODY, pair.name].plans
         assert [plan[0].shard(Rank(rank)) for rank in range(2)] == [0, 0]
         assert [plan[1].shard(Rank(rank)) for rank in range(2)] == [0, 1]

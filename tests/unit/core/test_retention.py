@@ -10,6 +10,7 @@ import pytest
 from kvtierd.core.blocks.retention import DUE_MAX, LOOKED_AT_LEAST, Round
 from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import (
+    NOBODY,
     BlockQuery,
     ClearBlocks,
     CoreLimits,
@@ -185,7 +186,7 @@ class TestHolds:
         one = host.instance()
         store(one, 1, 2, hold_ms=FOREVER_MS)
         lease = one.lease(1)
-        space = host.machine.core.names[one.name].plans[0].space
+        space = host.machine.core.names[NOBODY, one.name].plans[0].space
         reply = host.do(ClearBlocks(space, keys(1, 2)))
         assert (reply.cleared_blocks, reply.held_blocks) == (1, 1)  # type: ignore[union-attr]
         assert (held(host), one.hits(1, 2)) == (0, [1])
@@ -366,7 +367,7 @@ class TestDisks:
             churn(one, 8, first=int(host.now_s) * 100)
         assert one.hits(1, 2) == []
         table = host.disk.core.blocks.table
-        space = host.machine.core.names[one.name].plans[0].space
+        space = host.machine.core.names[NOBODY, one.name].plans[0].space
         assert not table.lookup(space, keys(1, 2))[1].any()
 
     def test_who_stores_it_without_the_wish_has_it_written(self, make_disk_host: MakeDiskHost) -> None:
@@ -378,7 +379,7 @@ class TestDisks:
         one.stored(*range(10, 10 + POOL - 4))
         wait(host, 1)
         host.disk.finish_all()
-        space = host.machine.core.names[one.name].plans[0].space
+        space = host.machine.core.names[NOBODY, one.name].plans[0].space
         assert host.disk.core.blocks.table.lookup(space, keys(1, 2))[1].all()
 
     def test_what_a_disk_has_gets_no_time(self, make_disk_host: MakeDiskHost) -> None:
@@ -397,7 +398,7 @@ class TestDisks:
         one.stored(1)
         jobs = host.disk.jobs
         assert jobs
-        space = host.machine.core.names[one.name].plans[0].space
+        space = host.machine.core.names[NOBODY, one.name].plans[0].space
         blocks = host.machine.core.blocks
         entries, _ = blocks.table.lookup(space, keys(1))
         blocks.actions = []
@@ -449,7 +450,7 @@ class TestLowPriority:
         one.stored(*range(100, 108))
         touch(one, *range(100, 108), cold=True)
         blocks = host.machine.core.blocks
-        space = host.machine.core.names["engine"].plans[0].space
+        space = host.machine.core.names[NOBODY, "engine"].plans[0].space
         entries, _ = blocks.table.lookup(space, keys(*range(100, 108)))
         oldest, _ = blocks.table.lookup(space, keys(0))
         assert (blocks.used_at[entries] <= blocks.used_at[oldest]).all()

@@ -23,7 +23,7 @@ from kvtierd.core.actions import (
 )
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import Epoch, SessionId, Ticket
-from kvtierd.core.stimuli import CancelTransfers, CoreLimits, Drain, PartOutcome, Resume, Tick
+from kvtierd.core.stimuli import NOBODY, CancelTransfers, CoreLimits, Drain, PartOutcome, Resume, Tick
 
 from tests.unit.core.host import Host, Running, finished, keys
 
@@ -78,7 +78,10 @@ class TestSubmission:
     def test_a_block_that_can_be_pinned_no_more_costs_the_batch_nothing(self, host: Host) -> None:
         one = host.instance()
         one.stored(1, 2)
-        table, space = host.machine.core.blocks.table, host.machine.core.names["engine"].plans[0].space
+        table, space = (
+            host.machine.core.blocks.table,
+            host.machine.core.names[NOBODY, "engine"].plans[0].space,
+        )
         crowd = np.repeat(table.lookup(space, keys(1))[0], PINS_MAX)
         table.pin(crowd)
         signals = one.signals()

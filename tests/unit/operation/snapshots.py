@@ -13,7 +13,7 @@ from kvtierd.core.status import (
     Tally,
     WorkerStatus,
 )
-from kvtierd.core.stimuli import CoreIntegrity
+from kvtierd.core.stimuli import CoreIntegrity, Owner
 from kvtierd.memory import PoolStart
 
 GPU = "GPU-00000000-1111-2222-3333-444444444444"
@@ -57,6 +57,7 @@ def disk_status(number: int, state: str) -> DiskStatus:
 def busy_snapshot() -> Snapshot:
     instance = InstanceStatus(
         name="engine-0",
+        owner=Owner("uid:1000", 1000),
         number=1,
         epoch=Epoch(12),
         ready=True,

@@ -15,6 +15,7 @@ from kvtierd.ctl.explanation import block_sizes, explained, relevance
 from kvtierd.ctl.lists import engines
 from kvtierd.ctl.status import page
 from kvtierd.ctl.terminal import plain
+from kvtierd.rpc.authority import Viewer
 from kvtierd.rpc.status import AboutDaemon, status_response
 
 from tests.unit.operation.snapshots import GPU, busy_snapshot
@@ -23,7 +24,7 @@ from tests.unit.operation.snapshots import GPU, busy_snapshot
 @pytest.fixture
 def status() -> admin_pb2.StatusResponse:
     about = AboutDaemon("1.2", 4242, "/run/k.sock", "http://127.0.0.1:9470/metrics")
-    return status_response(about, busy_snapshot())
+    return status_response(about, busy_snapshot(), Viewer("a test", None))
 
 
 def test_the_answer_holds_everything_the_contract_names(status: admin_pb2.StatusResponse) -> None:
@@ -54,7 +55,7 @@ def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
         "2 slots set aside",
         "engine-0  quarantined  tiny",
         "engine-0 is quarantined: 1 of 9 audits found blocks",
-        "engine-0  scheduler and rank 0  4321     1 min 0 s  test 1",
+        "engine-0  scheduler and rank 0  4321  root     1 min 0 s  test 1",
     ):
         assert part in text
 

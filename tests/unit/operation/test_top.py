@@ -7,6 +7,7 @@ from kvtier.v1 import admin_pb2
 from kvtierd.ctl.terminal import Graph, plain
 from kvtierd.ctl.text import shortened
 from kvtierd.ctl.top import WIDTH, Top, number
+from kvtierd.rpc.authority import Viewer
 from kvtierd.rpc.status import AboutDaemon, status_response
 
 from tests.unit.operation.snapshots import busy_snapshot
@@ -15,7 +16,7 @@ from tests.unit.operation.snapshots import busy_snapshot
 @pytest.fixture
 def status() -> admin_pb2.StatusResponse:
     about = AboutDaemon("1.2", 4242, "/run/k.sock", "http://127.0.0.1:9470/metrics")
-    return status_response(about, busy_snapshot())
+    return status_response(about, busy_snapshot(), Viewer("a test", None))
 
 
 def later(status: admin_pb2.StatusResponse, **grown: int) -> admin_pb2.StatusResponse:

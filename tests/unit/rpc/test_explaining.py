@@ -24,7 +24,9 @@ def about(groups: Groups = GROUPS, world_size: int = 1, **fields: object) -> Nam
     given = {"model": "m", "kv_dtype": "bfloat16", "hash_scheme": "test:1", "hash_bytes": 32} | fields
     message = types_pb2.Namespace(**given)  # type: ignore[arg-type]
     fingerprints = (layout_fingerprint(groups),) * world_size
-    return NamespaceAbout(message.model, namespace_fields(message), 32, world_size, fingerprints, groups)
+    return NamespaceAbout(
+        "tenant", message.model, namespace_fields(message), 32, world_size, fingerprints, groups
+    )
 
 
 def place(about: NamespaceAbout | None, digest: NamespaceDigest = HERE, group: int = 0) -> Place:

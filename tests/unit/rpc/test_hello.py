@@ -11,6 +11,9 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId
 from kvtierd.core.stimuli import GroupGeometry, SessionRole
 from kvtierd.rpc.hello import greeting_of, identity_of, namespace_fields
+from kvtierd.rpc.peers import PeerProcess
+
+PEER = PeerProcess(1, 1000, 1000, -1, "uid:1000", operator=False)
 
 
 def namespace(**changes: object) -> types_pb2.Namespace:
@@ -41,7 +44,7 @@ def hello() -> cache_pb2.Hello:
 
 
 def test_a_sound_hello() -> None:
-    greeting = greeting_of(hello(), SessionId(5))
+    greeting = greeting_of(hello(), SessionId(5), PEER)
     assert (greeting.protocol_version, greeting.features, greeting.client) == (1, ("joint-lookup",), "test 1")
     attach = greeting.attach
     assert (attach.session, attach.instance, attach.role, attach.rank) == (5, "engine", SessionRole.RANK, 1)
@@ -113,7 +116,7 @@ def test_one_wrong_field_is_refused(field: str, value: object, reason: Reason) -
     message = hello()
     change(field, value)(message)
     with pytest.raises(Refusal) as refusal:
-        greeting_of(message, SessionId(1))
+        greeting_of(message, SessionId(1), PEER)
     assert refusal.value.reason is reason
     if field not in ("groups[0].kind", "groups[0].planes[1].fragment_bytes"):
         assert refusal.value.field == field
@@ -123,17 +126,17 @@ def test_one_wrong_field_is_refused(field: str, value: object, reason: Reason) -
 def test_a_prefill_rate_goes_to_the_core(rate: float) -> None:
     message = hello()
     message.prefill_tokens_per_s = rate
-    assert greeting_of(message, SessionId(1)).attach.prefill_tokens_per_s == rate
+    assert greeting_of(message, SessionId(1), PEER).attach.prefill_tokens_per_s == rate
 
 
 def test_a_scheduler_brings_no_layout_and_no_rank() -> None:
     message = hello()
     message.role = types_pb2.ROLE_SCHEDULER
     with pytest.raises(Refusal) as refusal:
-        greeting_of(message, SessionId(1))
+        greeting_of(message, SessionId(1), PEER)
     assert refusal.value.reason is Reason.LAYOUT_INVALID
     del message.groups[:]
-    attach = greeting_of(message, SessionId(1)).attach
+    attach = greeting_of(message, SessionId(1), PEER).attach
     assert (attach.role, attach.rank, attach.groups) == (SessionRole.SCHEDULER, 0, ())
 
 
@@ -141,10 +144,10 @@ def test_both_roles_in_one_are_for_a_world_of_one() -> None:
     message = hello()
     message.role = types_pb2.ROLE_SCHEDULER_AND_RANK
     with pytest.raises(Refusal) as refusal:
-        greeting_of(message, SessionId(1))
+        greeting_of(message, SessionId(1), PEER)
     assert refusal.value.reason is Reason.ROLE
     message.world_size, message.rank = 1, 0
-    assert greeting_of(message, SessionId(1)).attach.role == SessionRole.SCHEDULER | SessionRole.RANK
+    assert greeting_of(message, SessionId(1), PEER).attach.role == SessionRole.SCHEDULER | SessionRole.RANK
 
 
 class TestNamespaceFields:

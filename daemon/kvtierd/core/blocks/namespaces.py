@@ -15,6 +15,8 @@ DIGEST_BYTES = 16
 class NamespaceAbout:
     """What a namespace's digest was made of."""
 
+    tenant: str
+    """As in `Owner.tenant`."""
     model: str
     fields: bytes
     """As in `AttachSession.namespace_fields`."""
@@ -44,16 +46,19 @@ def layout_fingerprint(groups: Sequence[GroupGeometry]) -> Fingerprint:
 
 
 def fields_fingerprint(fields: bytes) -> bytes:
-    """A short name for a namespace's fields, for messages to people."""
+    """A short name for a namespace's fields. It is not for other eyes: a salt can be guessed from it."""
     return hashlib.sha256(b"kvtier fields 1\0" + fields).digest()[:DIGEST_BYTES]
 
 
-def namespace_digest(fields: bytes, world_size: int, fingerprints: Sequence[Fingerprint]) -> NamespaceDigest:
-    """The digest of a namespace as one instance uses it; `fingerprints` has those of all its ranks, in rank
-    order."""
-    digest = hashlib.sha256(b"kvtier namespace 1\0")
-    digest.update(struct.pack("<Q", len(fields)))
-    digest.update(fields)
+def namespace_digest(
+    tenant: str, fields: bytes, world_size: int, fingerprints: Sequence[Fingerprint]
+) -> NamespaceDigest:
+    """The digest of a namespace as one instance uses it; `tenant` is the instance's, and `fingerprints` has
+    those of all its ranks, in rank order."""
+    digest = hashlib.sha256(b"kvtier namespace 2\0")
+    for part in (tenant.encode(), fields):
+        digest.update(struct.pack("<Q", len(part)))
+        digest.update(part)
     digest.update(struct.pack("<I", world_size))
     for fingerprint in fingerprints:
         digest.update(fingerprint)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 
-from kvtierd.core.blocks.namespaces import fields_fingerprint
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX
@@ -27,8 +26,8 @@ def shards_of(ranks: Iterable[tuple[GroupGeometry, ...]]) -> list[tuple[int, ...
 
 
 def check_hello(stimulus: AttachSession, instance: Instance | None, geometry: PoolGeometry) -> None:
-    """Raises Refusal if the session makes no sense by itself, or does not fit the instance that has its
-    name."""
+    """Raises Refusal if the session makes no sense by itself, or does not fit the instance of its owner that
+    has its name."""
     _check_alone(stimulus, geometry)
     check_prefill(stimulus.prefill_tokens_per_s)
     if instance is not None:
@@ -104,10 +103,13 @@ def _check_same(stimulus: AttachSession, instance: Instance) -> None:
         said, known = dict(stimulus.namespace_facts), instance.namespace_facts
         for name in said | known:
             _require_equal(name, said.get(name), known.get(name))
-        _require_equal(
-            "namespace",
-            fields_fingerprint(stimulus.namespace_fields).hex(),
-            fields_fingerprint(instance.namespace_fields).hex(),
+        # Every field but the salt is among the facts. Nothing that is made of a salt is told, because a short
+        # one could be guessed from it.
+        raise Refusal(
+            Reason.FINGERPRINT_MISMATCH,
+            "this process says another salt than the others of its instance: start all of them with the same "
+            "settings, or give it another instance name",
+            field="namespace.salt",
         )
     _require_equal("namespace.hash_bytes", stimulus.hash_bytes, instance.hash_bytes)
     _require_equal("namespace.model", stimulus.model, instance.model)

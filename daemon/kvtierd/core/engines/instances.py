@@ -42,7 +42,8 @@ class Instances:
     # --- attaching ---
 
     def attach(self, stimulus: stimuli.AttachSession) -> Attached:
-        """A process joins its instance. The first one of a name begins an epoch."""
+        """A process joins the instance of its owner and name. The first process of an instance begins an
+        epoch."""
         core = self._core
         if core.draining:
             raise Refusal(Reason.DRAINING, "the daemon is being stopped: attach when it is back")
@@ -50,7 +51,7 @@ class Instances:
             raise Refusal(
                 Reason.SECOND_HELLO, "a session says hello once", field="session", value=stimulus.session
             )
-        instance = core.names.get(stimulus.instance)
+        instance = core.names.get((stimulus.owner, stimulus.instance))
         check_hello(stimulus, instance, self._blocks.geometry)
         fingerprint = (
             layout_fingerprint(stimulus.groups) if stimuli.SessionRole.RANK in stimulus.role else None
@@ -63,7 +64,8 @@ class Instances:
         if instance is None:
             instance = Instance(
                 name=stimulus.instance,
-                number=core.number_for(stimulus.instance),
+                owner=stimulus.owner,
+                number=core.number_for(stimulus.owner, stimulus.instance),
                 epoch=Epoch(next(core.epoch_ids)),
                 world_size=stimulus.world_size,
                 namespace_fields=stimulus.namespace_fields,
@@ -73,7 +75,7 @@ class Instances:
                 alive_at_s=core.now_s,
                 held=core.lease_budget.new_holder(),
             )
-            core.names[instance.name] = core.instances[instance.epoch] = instance
+            core.names[instance.owner, instance.name] = core.instances[instance.epoch] = instance
         session = Session(
             session=stimulus.session,
             instance=instance,
@@ -102,7 +104,8 @@ class Instances:
         for session in ranks:
             assert session.fingerprint is not None
             fingerprints.append(session.fingerprint)
-        digest = namespace_digest(instance.namespace_fields, instance.world_size, fingerprints)
+        tenant = instance.owner.tenant
+        digest = namespace_digest(tenant, instance.namespace_fields, instance.world_size, fingerprints)
         plans = []
         for group, sizes in enumerate(shards_of(session.groups for session in ranks)):
             space = self._blocks.spaces.of(digest, group)
@@ -119,6 +122,7 @@ class Instances:
                 )
             )
         self._blocks.spaces.about[digest] = NamespaceAbout(
+            tenant,
             instance.model,
             instance.namespace_fields,
             instance.hash_bytes,
@@ -298,7 +302,7 @@ class Instances:
         )
         core.step(instance, Event.END)
         core.tally.ended_epochs += 1
-        del core.names[instance.name]
+        del core.names[instance.owner, instance.name]
         self._leases.drop_all(instance)
         for transfer in instance.transfers.values():
             self._transfers.abandon(transfer, why)

@@ -98,8 +98,11 @@ class Explained:
     """How many namespaces have been met or have blocks, whether asked about or not."""
 
 
-def explain(core: CoreState, key: bytes, namespace: str, group: int | None, now: int) -> Explained:
-    """Explains the block of a hash in the namespaces whose hexadecimal digest begins with `namespace`.
+def explain(
+    core: CoreState, key: bytes, namespace: str, group: int | None, now: int, tenant: str | None = None
+) -> Explained:
+    """Explains the block of a hash in the namespaces whose hexadecimal digest begins with `namespace`. With
+    `tenant`, the answer is as if there were only its namespaces.
 
     If no namespace is known at all and none was asked for, the answer is empty. Raises Refusal HASH_LENGTH if
     none of them has hashes of that length, NAMESPACE_INVALID if none begins so.
@@ -109,11 +112,13 @@ def explain(core: CoreState, key: bytes, namespace: str, group: int | None, now:
             Reason.HASH_LENGTH, f"a block hash has 1 to {HASH_BYTES_MAX} bytes", field="hash", value=len(key)
         )
     row = np.frombuffer(key.ljust(HASH_BYTES_MAX, b"\0"), np.uint8).reshape(1, -1)
-    places = list(_places(core))
+    places = list(_places(core, tenant))
     asked = [(place, space) for place, space in places if place.namespace.hex().startswith(namespace)]
     known = len({place.namespace for place, _ in places})
     if namespace and not asked:
-        raise Refusal(Reason.NAMESPACE_INVALID, no_such(core, namespace), field="namespace", value=namespace)
+        raise Refusal(
+            Reason.NAMESPACE_INVALID, no_such(core, namespace, tenant), field="namespace", value=namespace
+        )
     fitting = [each for each in asked if each[0].about is None or each[0].about.hash_bytes == len(key)]
     if asked and not fitting:
         lengths = sorted({place.about.hash_bytes for place, _ in asked if place.about is not None})
@@ -145,9 +150,11 @@ def explain(core: CoreState, key: bytes, namespace: str, group: int | None, now:
     )
 
 
-def no_such(core: CoreState, wanted: str) -> str:
+def no_such(core: CoreState, wanted: str, tenant: str | None = None) -> str:
     """Says that no namespace begins so, and which there are, those first that are most like it."""
-    known = {place.namespace.hex(): place.about.model if place.about else "" for place, _ in _places(core)}
+    known = {
+        place.namespace.hex(): place.about.model if place.about else "" for place, _ in _places(core, tenant)
+    }
     if not known:
         return "no engine has attached since the daemon started, and nothing is stored: no namespace is known"
 
@@ -224,8 +231,8 @@ class PlaceStatus:
     """Instances that use it now."""
 
 
-def places(core: CoreState) -> tuple[PlaceStatus, ...]:
-    """The latest namespaces that are used or have blocks, latest first."""
+def places(core: CoreState, tenant: str | None = None) -> tuple[PlaceStatus, ...]:
+    """The latest namespaces that are used or have blocks, latest first; with `tenant`, only its own."""
     users: dict[SpaceId, list[str]] = {}
     for instance in core.instances.values():
         if not instance.over:
@@ -239,11 +246,13 @@ def places(core: CoreState) -> tuple[PlaceStatus, ...]:
             sum(disk.count(space) for disk in disks),
             tuple(sorted(users.get(space, ()))),
         )
-        for place, space in _places(core)
+        for place, space in _places(core, tenant)
     )
 
 
-def _places(core: CoreState) -> Iterator[tuple[Place, SpaceId]]:
+def _places(core: CoreState, tenant: str | None) -> Iterator[tuple[Place, SpaceId]]:
     spaces = core.blocks.spaces
     for (digest, group), space in list(spaces.ids.items())[: -SPACES_MAX - 1 : -1]:
-        yield Place(digest, group, spaces.about.get(digest)), space
+        about = spaces.about.get(digest)
+        if tenant is None or (about is not None and about.tenant == tenant):
+            yield Place(digest, group, about), space

@@ -19,7 +19,7 @@ from kvtierd.core.state.disks import Disks
 from kvtierd.core.state.pages import IndexPages
 from kvtierd.core.state.transitions import Entity, Event, Transitions
 from kvtierd.core.status import Tally
-from kvtierd.core.stimuli import CoreDisks, CoreLimits
+from kvtierd.core.stimuli import CoreDisks, CoreLimits, Owner
 
 Clock = Callable[[], float]
 """Returns monotonic seconds."""
@@ -51,8 +51,8 @@ class CoreState:
     """Sessions, kept until their instance is GONE."""
     instances: dict[Epoch, entities.Instance] = field(default_factory=dict)
     """All instances that are not GONE."""
-    names: dict[str, entities.Instance] = field(default_factory=dict)
-    """Instances that have not ended."""
+    names: dict[tuple[Owner, str], entities.Instance] = field(default_factory=dict)
+    """Instances that have not ended, by owner and name."""
     leases: dict[LeaseId, entities.LeaseGrant] = field(default_factory=dict)
     transfers: dict[TransferNumber, entities.TransferJob] = field(default_factory=dict)
     """Transfers that are ACTIVE or CLOSING."""
@@ -138,12 +138,12 @@ class CoreState:
             )
         return instance.plans[group]
 
-    def number_for(self, name: str) -> int:
-        """The number of a new instance of this name: that of an ending one of the same name, or else the
-        lowest from 1 that no instance has."""
+    def number_for(self, owner: Owner, name: str) -> int:
+        """The number of a new instance of this owner and name: that of an ending one with the same, or else
+        the lowest from 1 that no instance has."""
         taken = {instance.number for instance in self.instances.values()}
         for instance in self.instances.values():
-            if instance.name == name:
+            if (instance.owner, instance.name) == (owner, name):
                 return instance.number
         return next(number for number in itertools.count(1) if number not in taken)
 

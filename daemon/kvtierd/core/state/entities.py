@@ -13,7 +13,7 @@ from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.lease_budget import HeldBlocks
 from kvtierd.core.errors import Refusal
 from kvtierd.core.state import transitions
-from kvtierd.core.stimuli import NO_RETENTION, GroupGeometry, RetentionRequest
+from kvtierd.core.stimuli import NO_RETENTION, GroupGeometry, Owner, RetentionRequest
 
 DISK_DEVICE_PREFIX = "disk-"
 _NO_TICKET = ids.Ticket(0)
@@ -112,9 +112,10 @@ class Instance(transitions.Entity):
 
     state: transitions.State = transitions.InstanceState.FORMING
     name: str
+    owner: Owner
     number: int
-    """The lowest number, from 1, that no instance of another name had when it began. Engines get a new name
-    at each start, but there are never more numbers than there were instances at once."""
+    """The lowest number, from 1, that no instance of another owner or name had when it began. Engines get a
+    new name at each start, but there are never more numbers than there were instances at once."""
     epoch: ids.Epoch
     world_size: int
     namespace_fields: bytes

@@ -1,0 +1,111 @@
+"""Who a process is: the users and groups that settings name, and the tenants that they are mapped to."""
+
+import grp
+import pwd
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvtierd.config.settings import text
+
+FORMS = "user:NAME, uid:N, uid:N-M, group:NAME, gid:N, or * for everybody"
+UID_TENANT = "uid:"
+"""Begins the tenant of a user for whom there is no rule."""
+TENANT_CHARACTERS_MAX = 128
+ID_MAX = 2**32 - 2
+_IDS = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class People:
+    """Some users: those with one of these ids, or the members of one of these groups."""
+
+    written: str
+    uids: range = range(0)
+    gids: range = range(0)
+
+    def include(self, uid: int, groups: Collection[int]) -> bool:
+        """Whether a process of this user and these groups is meant."""
+        return uid in self.uids or any(gid in self.gids for gid in groups)
+
+    def __str__(self) -> str:
+        return self.written
+
+
+ROOT = People("uid:0", uids=range(1))
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRule:
+    """These people are of this tenant."""
+
+    people: People
+    tenant: str
+
+    def __str__(self) -> str:
+        return f"{self.people}={self.tenant}"
+
+
+def tenant_of(rules: Collection[TenantRule], uid: int, groups: Collection[int]) -> str:
+    """The tenant of a process: that of the first rule that names it, or else its user."""
+    found = (rule.tenant for rule in rules if rule.people.include(uid, groups))
+    return next(found, f"{UID_TENANT}{uid}")
+
+
+def people(raw: object) -> People:
+    """Parses one of FORMS. The users and groups must exist."""
+    written = text(raw).strip()
+    kind, colon, name = written.partition(":")
+    try:
+        match kind if colon else written:
+            case "*":
+                return People(written, uids=range(ID_MAX + 2))
+            case "user":
+                uid = pwd.getpwnam(name).pw_uid
+                return People(written, uids=range(uid, uid + 1))
+            case "group":
+                gid = grp.getgrnam(name).gr_gid
+                return People(written, gids=range(gid, gid + 1))
+            case "uid":
+                return People(written, uids=_ids(name))
+            case "gid":
+                return People(written, gids=_ids(name))
+    except KeyError:
+        raise ValueError(f"there is no {kind} {name!r}: create it, or name another") from None
+    raise ValueError(f"{written!r} names nobody: write {FORMS}")
+
+
+def everybody_of(raw: object) -> tuple[People, ...]:
+    """Parses a list of people, or a text with commas between them; it may be empty."""
+    return tuple(map(people, _parts(raw)))
+
+
+def tenant_rules(raw: object) -> tuple[TenantRule, ...]:
+    """Parses a list of rules such as group:research=research, or a text with commas between them."""
+    return tuple(map(_tenant_rule, _parts(raw)))
+
+
+def _tenant_rule(part: str) -> TenantRule:
+    who, equals, tenant = (each.strip() for each in part.partition("="))
+    if not equals or not tenant:
+        raise ValueError(f"{part!r} is no rule: write who=tenant, e.g. group:research=research")
+    if tenant.startswith(UID_TENANT):
+        raise ValueError(f"{part!r}: tenants that begin with {UID_TENANT} are those of users without a rule")
+    if len(tenant) > TENANT_CHARACTERS_MAX:
+        raise ValueError(f"a tenant has at most {TENANT_CHARACTERS_MAX} characters")
+    return TenantRule(people(who), tenant)
+
+
+def _parts(raw: object) -> list[str]:
+    if isinstance(raw, list):
+        return [text(part) for part in raw]
+    return [part for part in text(raw).split(",") if part.strip()]
+
+
+def _ids(written: str) -> range:
+    found = _IDS.fullmatch(written)
+    first = int(found[1]) if found else ID_MAX + 1
+    last = int(found[2]) if found and found[2] else first
+    if not first <= last <= ID_MAX:
+        raise ValueError(f"{written!r} is no id: write a number from 0 to {ID_MAX}, or two as in 1000-1999")
+    return range(first, last + 1)
