@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from kvtierd.core.actions import Direction, DiskJobKind
 from kvtierd.core.blocks.blocks import Blocks
+from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.blocks.table import BlockFlag, BlockState
-from kvtierd.core.ids import SpaceId
+from kvtierd.core.ids import SpaceId, TenantTag
 from kvtierd.core.machine import Machine
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import Instance, TransferJob
@@ -301,6 +302,12 @@ def _check_lease_room(core: CoreState) -> None:
             f"held blocks are miscounted: {instance.describe()}"
         )
         assert instance.held.bytes == size.sum(), f"held bytes are miscounted: {instance.describe()}"
+    of_tenant: Counter[TenantTag] = Counter()
+    for instance in core.instances.values():
+        of_tenant[instance.held.tenant] += instance.held.bytes
+    assert room._held_bytes == +of_tenant, "what a tenant holds is miscounted"
+    here = Counter(tag_of(each.owner.tenant) for each in core.instances.values() if not each.over)
+    assert core.tenants._here == here, "the tenants that are here are miscounted"
     assert (room.all.counts.of(everybody) == everything).all(), "held blocks are miscounted"
     held = np.flatnonzero(everything).astype(np.uint32)
     of_domain = Counter(core.blocks.table.domains(held).tolist())

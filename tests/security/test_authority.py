@@ -29,7 +29,7 @@ class Caller:
     def __init__(self, daemon: Daemon, session: RawSession | None) -> None:
         self._channel = grpc.insecure_channel(f"unix:{daemon.socket}")
         self.stub = admin_pb2_grpc.AdminStub(self._channel)
-        self._metadata = ()
+        self._metadata: tuple[tuple[str, bytes], ...] = ()
         if session is not None:
             session.token = session.token or session.side.open()
             self._metadata = ((TOKEN_METADATA, session.token),)
@@ -44,7 +44,8 @@ class Caller:
         return error.value.code()
 
     def status(self) -> admin_pb2.StatusResponse:
-        return self.call("Status", admin_pb2.StatusRequest())
+        answer: admin_pb2.StatusResponse = self.call("Status", admin_pb2.StatusRequest())
+        return answer
 
     def namespaces(self) -> list[admin_pb2.NamespaceStatus]:
         return list(self.call("ListNamespaces", admin_pb2.ListNamespacesRequest()).namespaces)

@@ -8,6 +8,8 @@ from kvtierd.core.actions import (
     LookupReply,
     SubmitReply,
 )
+from kvtierd.core.blocks.namespaces import tag_of
+from kvtierd.core.blocks.tenants import TierShares
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import LeaseId, Ticket
 from kvtierd.core.maintenance.explain import BlockVerdict
@@ -235,11 +237,14 @@ def _check_results(
 def _check_throttled(world: World, engine: Engine, group: int) -> None:
     """Nothing that could have made room was left."""
     blocks = world.machine.core.blocks
-    domain = blocks.domains.of(engine.kind.shards(group))
+    domain = blocks.domains.of(tag_of(engine.kind.owner.tenant), engine.kind.shards(group))
+    shares = TierShares(world.machine.core.tenants, blocks.domains, blocks.geometry).now()
     short = [size for size, count in domain.per_size if blocks.slots.free(size) < count]
     full = blocks.live == blocks.capacity
     assert full or (short and blocks.slots.extents_free == 0), "throttled although there is room"
     for other in blocks.domains.by_id.values():
+        if other is not domain and not shares.spare(other, domain):
+            continue  # it has no more than its tenant's share
         if full or other is domain or set(other.sizes) & set(short):
             victims = blocks.table.victims(other.domain, 1)
             assert len(victims) == 0, "throttled although a block could have been evicted"

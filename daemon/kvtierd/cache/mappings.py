@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import RegistrationId, SessionId, WorkerId
+from kvtierd.core.ids import NO_TENANT, RegistrationId, SessionId, TenantTag, WorkerId
 from kvtierd.core.stimuli import RegisterMemory, RegisterWords, UnregisterMemory
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.supervisor.handles import CPU
@@ -51,7 +51,13 @@ class Mappings:
         self._registrations = itertools.count(1)
 
     async def register_words(
-        self, session: SessionId, device: str, fd: int, doorbells: int, parts: int
+        self,
+        session: SessionId,
+        device: str,
+        fd: int,
+        doorbells: int,
+        parts: int,
+        tenant: TenantTag = NO_TENANT,
     ) -> tuple[int, int]:
         """Has the device's worker map the session's shared words. The worker is started if there is none.
         `fd` stays the caller's. Raises Refusal.
@@ -62,7 +68,7 @@ class Mappings:
             raise Refusal(Reason.ALREADY_REGISTERED, "words are registered once: unregister the memory first")
         worker = await self._workers.lives.worker_for(device)
         pid = self._workers.workers[worker].pid
-        await self._workers.orders.map_words(worker, session, fd, doorbells, parts)
+        await self._workers.orders.map_words(worker, session, fd, doorbells, parts, tenant)
         try:
             self._tell_core(RegisterWords(session, worker, doorbells, parts))
         except Refusal:

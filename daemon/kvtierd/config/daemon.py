@@ -16,7 +16,15 @@ from typing import Any
 
 from kvtierd.config import settings as s
 from kvtierd.config.disk import DiskConfig, Refuse, check_disks, check_extents
-from kvtierd.config.people import ROOT, People, TenantRule, everybody_of, tenant_rules
+from kvtierd.config.people import (
+    ROOT,
+    People,
+    TenantRule,
+    WrittenShare,
+    everybody_of,
+    tenant_rules,
+    tenant_shares,
+)
 from kvtierd.config.reading import CONFIG_VARIABLE, Reading
 from kvtierd.config.settings import ConfigError, Given
 from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, Verify
@@ -54,6 +62,14 @@ class ServerConfig:
         "group:NAME, gid:N or *. Engines share blocks only within a tenant. Without a rule, each user is a "
         "tenant.",
         metavar="RULE,...",
+    )
+    tenant_shares: tuple[WrittenShare, ...] = s.setting(
+        (),
+        tenant_shares,
+        "What part of the pool and of each disk a tenant is guaranteed, and may have at most, as "
+        "TENANT=LEAST or TENANT=LEAST-MOST in fractions; uid:N is a user without a rule. The others share "
+        "equally what is left.",
+        metavar="SHARE,...",
     )
     operators: tuple[People, ...] = s.setting(
         (ROOT,),

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvtierd.config.settings import text
+from kvtierd.core.blocks.tenants import TenantShare
 
 FORMS = "user:NAME, uid:N, uid:N-M, group:NAME, gid:N, or * for everybody"
 UID_TENANT = "uid:"
@@ -46,6 +47,18 @@ class TenantRule:
         return f"{self.people}={self.tenant}"
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenShare:
+    """This tenant has this share."""
+
+    tenant: str
+    share: TenantShare
+
+    def __str__(self) -> str:
+        most = f"-{self.share.most:g}" if self.share.most < 1 else ""
+        return f"{self.tenant}={self.share.least:g}{most}"
+
+
 def tenant_of(rules: Collection[TenantRule], uid: int, groups: Collection[int]) -> str:
     """The tenant of a process: that of the first rule that names it, or else its user."""
     found = (rule.tenant for rule in rules if rule.people.include(uid, groups))
@@ -83,6 +96,32 @@ def everybody_of(raw: object) -> tuple[People, ...]:
 def tenant_rules(raw: object) -> tuple[TenantRule, ...]:
     """Parses a list of rules such as group:research=research, or a text with commas between them."""
     return tuple(map(_tenant_rule, _parts(raw)))
+
+
+def tenant_shares(raw: object) -> tuple[WrittenShare, ...]:
+    """Parses a list of shares such as research=0.5 or batch=0.1-0.3, or a text with commas between them."""
+    found = tuple(map(_tenant_share, _parts(raw)))
+    tenants = [each.tenant for each in found]
+    if twice := [tenant for number, tenant in enumerate(tenants) if tenant in tenants[:number]]:
+        raise ValueError(f"{twice[0]} has two shares: write one")
+    if (least := sum(each.share.least for each in found)) > 1:
+        raise ValueError(f"the tenants are guaranteed {least:g} of everything: lower some, to 1 in all")
+    return found
+
+
+def _tenant_share(part: str) -> WrittenShare:
+    tenant, equals, share = (each.strip() for each in part.rpartition("="))
+    numbers = share.split("-")
+    try:
+        least, most = float(numbers[0]), float(numbers[1]) if numbers[1:] else 1.0
+    except ValueError:
+        least, most = 1.0, 0.0
+    if not equals or not tenant or len(numbers) > 2 or not 0 <= least <= most <= 1 or not most:
+        raise ValueError(
+            f"{part!r} is no share: write tenant=LEAST or tenant=LEAST-MOST, fractions from 0 to 1, e.g. "
+            "research=0.5 or batch=0.1-0.3"
+        )
+    return WrittenShare(tenant, TenantShare(least, most))
 
 
 def _tenant_rule(part: str) -> TenantRule:

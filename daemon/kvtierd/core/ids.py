@@ -47,10 +47,17 @@ Rank = NewType("Rank", int)
 """One worker of an engine instance, from 0 to world size - 1."""
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)
-"""16 bytes: SHA-256 of the namespace's fields and of every rank's layout fingerprint, shortened."""
+"""16 bytes: the tenant's tag, then SHA-256 of the tenant, of the namespace's fields and of every rank's
+layout fingerprint, shortened."""
+
+TenantTag = NewType("TenantTag", int)
+"""A number of 32 bits that stands for a tenant where blocks are counted: its name, hashed."""
 
 Fingerprint = NewType("Fingerprint", bytes)
 """16 bytes: SHA-256 of one rank's layout geometry, shortened."""
+
+NO_TENANT = TenantTag(0)
+"""Nobody's tag."""
 
 Hashes = npt.NDArray[np.uint8]
 """Block hashes, shape (n, 32). Shorter hashes are padded with zeros; their namespace says how long they

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from kvtierd.core.blocks.blocks import STAMPS_PER_S, Blocks
 from kvtierd.core.blocks.recovery import recover
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockTable
+from kvtierd.core.blocks.tenants import Tenants, TenantShare
 from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.engines.instances import Instances
 from kvtierd.core.errors import Reason, Refusal
@@ -52,6 +53,7 @@ class Machine:
         disks: Sequence[tuple[BlockTable, PoolGeometry]] = (),
         disk_policy: stimuli.CoreDisks | None = None,
         randomness: np.random.Generator | None = None,
+        shares: Mapping[str, TenantShare] | None = None,
     ) -> None:
         """`table` is empty, and belongs to the machine from now on. `clock` gives monotonic seconds.
 
@@ -61,6 +63,7 @@ class Machine:
 
         `disks` has, for each disk in the order of their ids, an empty table of its own and the geometry of
         its slab file. No disk is used before its `DiskRecovered`. `randomness` chooses what is sampled.
+        `shares` has what is configured for tenants, by name.
         """
         self._clock = clock
         blocks = Blocks(table, geometry, integrity)
@@ -69,6 +72,7 @@ class Machine:
             limits,
             disk_policy=disk_policy or stimuli.CoreDisks(),
             disk_shelves=disks,
+            tenants=Tenants(shares or {}),
             epoch_ids=itertools.count(first_epoch),
         )
         """For the validator and for tests to look at; nobody else changes anything in it."""

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from kvtier.v1 import side_pb2
 
 from kvtierd.cache import CPU, Cache, MappedGroup, PacketChannel
+from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import RegistrationId
 from kvtierd.core.stimuli import SessionRole
@@ -214,7 +215,12 @@ class _SideConnection:
         device = memory_check.device_name(request.device)
         memory_check.check_words(memory_check.inspect(fd), request.doorbells, request.parts)
         return await self._cache.mappings.register_words(
-            self._connection.id, device, fd, request.doorbells, request.parts
+            self._connection.id,
+            device,
+            fd,
+            request.doorbells,
+            request.parts,
+            tag_of(self._connection.peer.tenant),
         )
 
     async def _add_chunks(self, request: side_pb2.AddChunks, fds: Sequence[int]) -> int:

@@ -257,6 +257,7 @@ class _Daemon:
                 for disk in self._disks
             ],
             disk_policy=config.disk.to_core(),
+            shares={each.tenant: each.share for each in config.server.tenant_shares},
         )
         workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
         cache = Cache(

@@ -270,10 +270,13 @@ class MapWords(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     DOORBELLS_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     request: builtins.int
     session: builtins.int
     doorbells: builtins.int
     parts: builtins.int
+    tenant: builtins.int
+    """The tag of the session's tenant, by which copies are shared out."""
     def __init__(
         self,
         *,
@@ -281,8 +284,9 @@ class MapWords(google.protobuf.message.Message):
         session: builtins.int = ...,
         doorbells: builtins.int = ...,
         parts: builtins.int = ...,
+        tenant: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["doorbells", b"doorbells", "parts", b"parts", "request", b"request", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["doorbells", b"doorbells", "parts", b"parts", "request", b"request", "session", b"session", "tenant", b"tenant"]) -> None: ...
 
 global___MapWords = MapWords
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvtierd.core.actions import (
 )
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockState
+from kvtierd.core.blocks.tenants import TenantShare
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import (
     PAGE_BYTES,
@@ -42,6 +43,7 @@ from kvtierd.core.stimuli import (
     CoreLimits,
     GroupGeometry,
     LookupBlocks,
+    Owner,
     PartFinished,
     PartOutcome,
     RegisterMemory,
@@ -103,6 +105,7 @@ class Host:
         disks: Sequence[PoolGeometry] = (),
         disk_policy: CoreDisks | None = None,
         integrity: CoreIntegrity | None = None,
+        shares: Mapping[str, TenantShare] | None = None,
     ) -> None:
         """`table`: the class of the block table, or a table."""
         make = table if isinstance(table, type) else type(table)
@@ -117,6 +120,7 @@ class Host:
             disks=[(make(256, pages_of(each)), each) for each in disks],
             disk_policy=disk_policy,
             integrity=integrity,
+            shares=shares,
         )
         self.actions: list[Action] = []
         """Of the last stimulus."""
@@ -179,6 +183,7 @@ class Instance:
         replicated: Sequence[int] = (),
         together: bool = True,
         fields: bytes = b"namespace",
+        owner: Owner = NOBODY,
         blocks: int = 64,
         part_words: int = 16,
         worker: WorkerId | str | None = "new",
@@ -196,6 +201,7 @@ class Instance:
         self.replicated = replicated
         self.together = together
         self.fields = fields
+        self.owner = owner
         self.blocks = blocks
         self.part_words = part_words
         self.sessions: dict[int, SessionId] = {}
@@ -236,6 +242,7 @@ class Instance:
             "hash_bytes": 32,
             "model": "model",
             "groups": () if process == SCHEDULER else groups,
+            "owner": self.owner,
         }
         return AttachSession(**options | changes)
 
@@ -295,7 +302,9 @@ class Instance:
     def hits(self, *numbers: int, group: int = 0) -> list[int]:
         """Which of these keys are READY; looks without touching."""
         core = self.host.machine.core
-        _, states = core.blocks.table.lookup(core.names[NOBODY, self.name].plans[group].space, keys(*numbers))
+        _, states = core.blocks.table.lookup(
+            core.names[self.owner, self.name].plans[group].space, keys(*numbers)
+        )
         return [number for number, state in zip(numbers, states, strict=True) if state == BlockState.READY]
 
     def lease(self, *numbers: int) -> LeaseId:

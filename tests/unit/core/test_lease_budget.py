@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtier_kernels import BlockTable as NativeTable
 from kvtierd.core.blocks.lease_budget import HeldBlocks
+from kvtierd.core.ids import NO_TENANT
 
 from tests.oracles.block_table import BlockTable as OracleTable
 
@@ -26,7 +27,7 @@ def entries(*numbers: int) -> np.ndarray:
 def test_blocks_are_counted_once_however_often_they_are_held(
     table: Any, steps: list[tuple[list[int], bool]]
 ) -> None:
-    held = HeldBlocks(table(ENTRIES, 100).hold_counts())
+    held = HeldBlocks(table(ENTRIES, 100).hold_counts(), NO_TENANT)
     holders: list[list[int]] = []
     for run, let_go in steps:
         if let_go and holders:

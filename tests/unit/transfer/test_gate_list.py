@@ -4,7 +4,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtier_kernels import SharedWords
-from kvtierd.workers.copy.gates import POLL_S_MAX, POLL_S_MIN, SWEEP_S, Gates
+from kvtierd.workers.copy.gates import (
+    BELLS_PER_POLL,
+    PARTS_PER_SWEEP,
+    POLL_S_MAX,
+    POLL_S_MIN,
+    SWEEP_S,
+    Gates,
+)
 from kvtierd.workers.copy.parts import PartTask
 from kvtierd.workers.copy.sessions import MappedSession
 
@@ -12,9 +19,9 @@ DOORBELLS = 3
 PARTS = 64
 
 
-def session(number: int = 1) -> MappedSession:
-    words = SharedWords(bytearray(8 * (DOORBELLS + PARTS)), DOORBELLS + PARTS)
-    return MappedSession(number, DOORBELLS, PARTS, words)
+def session(number: int = 1, tenant: int = 0, doorbells: int = DOORBELLS) -> MappedSession:
+    words = SharedWords(bytearray(8 * (doorbells + PARTS)), doorbells + PARTS)
+    return MappedSession(number, doorbells, PARTS, tenant, words)
 
 
 def part(
@@ -74,6 +81,35 @@ def test_a_sweep_takes_out_what_is_late_or_revoked() -> None:
     assert gates.swept(2.0) == [revoked]
     assert gates.swept(5.0) == [late]
     assert gates.take(lambda _: True) == [patient]
+
+
+def test_a_crowd_of_parts_makes_nobody_else_wait() -> None:
+    """One poll and one sweep look at a bounded part of a crowd, and at all of another tenant's parts; after a
+    few of them the whole crowd was looked at."""
+    bells = 4 * BELLS_PER_POLL
+    crowd, victim = session(1, tenant=1, doorbells=bells), session(2, tenant=2)
+    gates = Gates()
+    for number in range(4 * PARTS_PER_SWEEP):
+        gates.add(part(crowd, number + 1, number % bells, 1 + number % 2, deadline_s=5.0), 0.0)
+    own = part(victim, 1)
+    gates.add(own, 0.0)
+    assert victim.words is not None
+    assert crowd.words is not None
+    victim.words.ring(0, 1)
+    for bell in range(bells):
+        crowd.words.ring(bell, 1)
+    opened = gates.opened(1.0)
+    assert own in opened
+    assert len(opened) <= 1 + BELLS_PER_POLL * 2
+    polls = 1
+    while len(opened) < 1 + 2 * PARTS_PER_SWEEP:
+        opened += gates.opened(1.0)
+        polls += 1
+    assert polls <= 5
+    assert len(gates.swept(10.0)) == PARTS_PER_SWEEP
+    late = [len(gates.swept(10.0 + number)) for number in (1, 2, 3, 4)]
+    assert sum(late) == PARTS_PER_SWEEP, "and none was lost"
+    assert not gates
 
 
 def test_polls_become_rarer_while_nothing_happens_and_stop_with_the_last_part() -> None:

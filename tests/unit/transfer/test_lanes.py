@@ -97,9 +97,9 @@ class Wires(CpuDevice):
         self.store: Wire = Wire(depth)  # type: ignore[assignment]
 
 
-def session(number: int) -> MappedSession:
+def session(number: int, tenant: int = 0) -> MappedSession:
     words = SharedWords(bytearray(8 * 64), 64)
-    return MappedSession(number, doorbells=0, parts=64, words=words)
+    return MappedSession(number, doorbells=0, parts=64, tenant=tenant, words=words)
 
 
 class Bench:
@@ -185,6 +185,35 @@ def test_sessions_take_turns_chunk_by_chunk(bench: Bench) -> None:
     until(lambda: len(bench.ends) == 3)
     assert bench.load.submitted == [(11, 0), (21, 0), (11, 4), (21, 4), (11, 8), (12, 0)]
     assert {end.outcome for end in bench.ends.values()} == {wire.DONE}
+
+
+def test_turns_go_round_by_tenant_and_then_by_session(bench: Bench) -> None:
+    """However many sessions a tenant has, another tenant's has every other turn."""
+    crowd = [session(number, tenant=1) for number in (1, 2, 3)]
+    victim = session(9, tenant=2)
+    for one in crowd:
+        bench.post(10 * one.number, one, 2 * BLOCKS)
+    bench.post(60, victim, 3 * BLOCKS)
+    bench.lanes.start()
+    bench.load.let_land(9)
+    until(lambda: len(bench.ends) == 4)
+    assert [number for number, _ in bench.load.submitted] == [10, 60, 20, 60, 30, 60, 10, 20, 30]
+
+
+def test_a_store_waits_for_loads_of_its_own_tenant_and_not_for_those_of_others(bench: Bench) -> None:
+    attacker, victim = session(1, tenant=1), session(2, tenant=2)
+    bench.post(1, attacker, 50 * BLOCKS)
+    bench.lanes.start()
+    until(lambda: len(bench.load.flying) == 2)
+    bench.post(11, attacker, 4 * BLOCKS, is_load=False)
+    bench.post(21, victim, 4 * BLOCKS, is_load=False)
+    bench.store.let_land(8)
+    until(lambda: 21 in bench.ends)
+    of_victim = [index for index, (number, _) in enumerate(bench.store.submitted) if number == 21]
+    assert of_victim == [0, 1, 2, 3], "the attacker's own store waits for its loads"
+    until(lambda: 11 in bench.ends)  # and only so long, even if the loads never end
+    assert bench.load.landed == []
+    bench.load.let_land(50)
 
 
 def test_no_more_fly_than_the_device_wants_and_they_land_in_order(bench: Bench) -> None:

@@ -8,18 +8,21 @@ from dataclasses import dataclass, field
 from kvtierd.core.blocks.namespaces import NamespaceAbout
 from kvtierd.core.blocks.table import BlockTable
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import NamespaceDigest, SpaceId
+from kvtierd.core.ids import NamespaceDigest, SpaceId, TenantTag
 
 DOMAINS_MAX = 65_536
 """The block table keeps a domain's id in 16 bits."""
 SWEEP_AT_LEAST = 256
+DomainKey = tuple[TenantTag, tuple[int, ...]]
 
 
 @dataclass(slots=True, eq=False)
 class Domain:
-    """Blocks whose shards have the same slot sizes, so that evicting one makes room for exactly one other."""
+    """Blocks of one tenant whose shards have the same slot sizes, so that evicting one makes room for exactly
+    one other."""
 
     domain: int
+    tenant: TenantTag
     sizes: tuple[int, ...]
     """Slot bytes of each shard, in rank order."""
     blocks: int = 0
@@ -44,17 +47,17 @@ class Domain:
 
 
 class Domains:
-    """All domains in use, by slot sizes. Ids are reused."""
+    """All domains in use, by tenant and slot sizes. Ids are reused."""
 
     def __init__(self) -> None:
-        self._by_sizes: dict[tuple[int, ...], Domain] = {}
+        self._by_key: dict[DomainKey, Domain] = {}
         self.by_id: dict[int, Domain] = {}
         self._free: list[int] = []
         self._used = 0
 
-    def require_room(self, wanted: Iterable[tuple[int, ...]]) -> None:
+    def require_room(self, wanted: Iterable[DomainKey]) -> None:
         """Raises Refusal QUEUE_FULL if there are not enough ids left for all of these."""
-        new = {sizes for sizes in wanted if sizes not in self._by_sizes}
+        new = {key for key in wanted if key not in self._by_key}
         if len(self.by_id) + len(new) > DOMAINS_MAX:
             raise Refusal(
                 Reason.QUEUE_FULL,
@@ -63,24 +66,24 @@ class Domains:
                 value=len(new),
             )
 
-    def has_room(self, sizes: tuple[int, ...]) -> bool:
-        """Whether these slot sizes could have a domain."""
-        return sizes in self._by_sizes or len(self.by_id) < DOMAINS_MAX
+    def has_room(self, tenant: TenantTag, sizes: tuple[int, ...]) -> bool:
+        """Whether a tenant's blocks with these slot sizes could have a domain."""
+        return (tenant, sizes) in self._by_key or len(self.by_id) < DOMAINS_MAX
 
-    def of(self, sizes: tuple[int, ...]) -> Domain:
-        """The domain of these slot sizes, made if there is none."""
-        domain = self._by_sizes.get(sizes)
+    def of(self, tenant: TenantTag, sizes: tuple[int, ...]) -> Domain:
+        """The domain of a tenant's blocks with these slot sizes, made if there is none."""
+        domain = self._by_key.get((tenant, sizes))
         if domain is None:
             number = self._free.pop() if self._free else self._used
             self._used = max(self._used, number + 1)
             assert number < DOMAINS_MAX
-            domain = self._by_sizes[sizes] = self.by_id[number] = Domain(number, sizes)
+            domain = self._by_key[tenant, sizes] = self.by_id[number] = Domain(number, tenant, sizes)
         return domain
 
     def forget_idle(self, domain: Domain) -> None:
         """Gives the domain's id back if neither blocks nor instances use it."""
         if domain.blocks == 0 and domain.users == 0 and self.by_id.get(domain.domain) is domain:
-            del self.by_id[domain.domain], self._by_sizes[domain.sizes]
+            del self.by_id[domain.domain], self._by_key[domain.tenant, domain.sizes]
             self._free.append(domain.domain)
 
 

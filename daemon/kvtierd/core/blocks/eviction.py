@@ -4,6 +4,8 @@ Within a domain, the order of the table decides. Between domains, and between sl
 oldest victim of the domain that needs room is compared with the oldest of each rival. A rival gives way only
 if its victim is clearly older, so that two busy models do not take extents from each other in turn. A model
 that is not used any more loses its extents one by one.
+
+Between tenants, their shares come before ages (`tenants.py`).
 """
 
 from collections.abc import Collection
@@ -15,6 +17,7 @@ from kvtierd.core.blocks.blocks import READY, STAMPS_PER_S, Blocks, owned
 from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.retention import BlockRetention
 from kvtierd.core.blocks.table import BlockFlag
+from kvtierd.core.blocks.tenants import Tenants, TierShares
 from kvtierd.core.ids import NO_ENTRY, Entries
 from kvtierd.core.status import DiskTally, Tally
 
@@ -33,10 +36,15 @@ class Eviction:
     """Finds room among the slots and in the block table of one tier."""
 
     def __init__(
-        self, blocks: Blocks, tally: Tally | DiskTally, retention: BlockRetention | None = None
+        self,
+        blocks: Blocks,
+        tally: Tally | DiskTally,
+        tenants: Tenants,
+        retention: BlockRetention | None = None,
     ) -> None:
         """`retention` is that of these blocks; None if they are never held for a time, as on disks."""
         self._blocks = blocks
+        self._shares = TierShares(tenants, blocks.domains, blocks.geometry)
         self._retention = retention
         self._table = blocks.table
         self._slots = blocks.slots
@@ -47,8 +55,10 @@ class Eviction:
         """The same for looks that may remove held blocks."""
 
     def for_slots(self, domain: Domain, wanted: int, *, unhold: bool = False) -> int:
-        """Makes room for the slots of up to `wanted` blocks, and returns for how many there is room. With
-        `unhold`, blocks that are held for a time are evicted if there is no room at all otherwise."""
+        """Makes room for the slots of up to `wanted` blocks that the domain has already, and returns for how
+        many of them. With `unhold`, blocks that are held for a time are evicted if there is no room at all
+        otherwise."""
+        wanted = self._within_limit(domain, wanted)
         short, sizes = self._short(domain, wanted)
         if short and self._slots.retire_empty(domain.sizes):
             short, sizes = self._short(domain, wanted)
@@ -60,15 +70,27 @@ class Eviction:
                 short, sizes = self._short(domain, wanted)
         return wanted - short
 
+    def _within_limit(self, domain: Domain, wanted: int) -> int:
+        """How many of the wanted blocks the domain's tenant may have, which first loses as many of its
+        own."""
+        room = self._shares.room(domain, wanted)
+        if room is None or room >= wanted:
+            return wanted
+        self._evict(domain, wanted - room)
+        room = self._shares.room(domain, wanted)
+        return wanted if room is None else min(wanted, room)
+
     def for_entries(self, domain: Domain, wanted: int, *, unhold: bool = False) -> None:
         """Evicts until the table has `wanted` free entries, or nothing more can be evicted. With `unhold`,
         blocks that are held for a time are evicted if the table has no free entry at all otherwise."""
         blocks = self._blocks
         while (short := wanted - (blocks.capacity - blocks.live)) > 0:
-            source = self._oldest([other for other in blocks.domains.by_id.values() if other.blocks], domain)
+            shares = self._shares.now()
+            sources = [each for each in blocks.domains.by_id.values() if shares.spare(each, domain)]
+            source = self._oldest(sources, domain)
             if source is not None:
-                self._evict(source, short)
-            elif short < wanted or not unhold or not self._give_up(blocks.domains.by_id.values(), short):
+                self._evict(source, min(short, shares.spare(source, domain)))
+            elif short < wanted or not unhold or not self._give_up(sources, short):
                 return
 
     def _short(self, domain: Domain, wanted: int) -> tuple[int, list[int]]:
@@ -90,29 +112,49 @@ class Eviction:
 
     def _give_way(self, domain: Domain, short: int, sizes: list[int]) -> bool:
         """Evicts something to make room for `short` blocks. False if nothing can be evicted."""
-        rivals = [d for d in self._blocks.domains.by_id.values() if d.blocks and d is not domain]
+        shares = self._shares.now()
+        rivals = [
+            each
+            for each in self._blocks.domains.by_id.values()
+            if each is not domain and shares.spare(each, domain)
+        ]
         if not rivals:
             return self._evict(domain, short)
         own_age = self._age(domain)
         at_least = 0 if own_age is None else int(own_age * CLEARLY_OLDER + GRACE_S * STAMPS_PER_S)
+        foreign = [each for each in rivals if each.tenant != domain.tenant]
+        if foreign and shares.is_owed(domain, short) and self._take(domain, foreign, 0, short, sizes):
+            return True
+        return self._take(domain, rivals, at_least, short, sizes) or self._evict(domain, short)
+
+    def _take(
+        self, domain: Domain, rivals: list[Domain], at_least: int, short: int, sizes: list[int]
+    ) -> bool:
+        """Takes an extent, or slots of the rival with the oldest victim, if that is at least so old."""
         sharing = [d for d in rivals if any(slot_bytes in d.sizes for slot_bytes in sizes)]
         rival = self._oldest(sharing, None)
         rival_age = -1 if rival is None else self._age(rival)
         assert rival_age is not None
         if self._reclaim(domain, max(at_least, rival_age)):
             return True
-        if rival is not None and rival_age >= at_least:
-            slots = max(short * per_block for size, per_block in domain.per_size if size in sizes)
-            fewest = min(per_block for size, per_block in rival.per_size if size in sizes)
-            return self._evict(rival, -(-slots // fewest))
-        return self._evict(domain, short)
+        if rival is None or rival_age < at_least:
+            return False
+        slots = max(short * per_block for size, per_block in domain.per_size if size in sizes)
+        fewest = min(per_block for size, per_block in rival.per_size if size in sizes)
+        spare = self._shares.now().spare(rival, domain)
+        return self._evict(rival, min(-(-slots // fewest), spare))
 
     # --- blocks that are held for a time ---
 
     def _unhold(self, domain: Domain, short: int, sizes: list[int]) -> bool:
         """Ends holds, because nothing else can be evicted. Otherwise a few held blocks, one in each extent,
         would keep all other models out. False if there are none."""
-        sharing = [d for d in self._blocks.domains.by_id.values() if any(size in d.sizes for size in sizes)]
+        shares = self._shares.now()
+        sharing = [
+            each
+            for each in self._blocks.domains.by_id.values()
+            if any(size in each.sizes for size in sizes) and shares.spare(each, domain)
+        ]
         if sharing:
             slots = max(short * per_block for size, per_block in domain.per_size if size in sizes)
             fewest = min(per for each in sharing for size, per in each.per_size if size in sizes)
@@ -187,16 +229,16 @@ class Eviction:
         candidates = candidates[~np.isin(slots.extent_size[candidates], domain.sizes)]
         coldest_first = candidates[np.argsort(slots.used_at[candidates], kind="stable")]
         for extent in coldest_first[:RECLAIM_TRIES].tolist():
-            if self._empty(extent, held=held):
+            if self._empty(extent, domain, held=held):
                 slots.retire(extent)
                 self._tally.reclaimed_extents += 1
                 return True
             not_before[extent] = now + int(RECLAIM_PAUSE_S * STAMPS_PER_S)
         return False
 
-    def _empty(self, extent: int, *, held: bool) -> bool:
-        """Evicts all blocks of an extent, if every slot of it is free or has a block that may go. With
-        `held`, blocks that are only held for a time may go too."""
+    def _empty(self, extent: int, taker: Domain, *, held: bool) -> bool:
+        """Evicts all blocks of an extent for a domain, if every slot of it is free or has a block that may
+        go. With `held`, blocks that are only held for a time may go too."""
         table, slots = self._table, self._slots
         owners = table.owners(slots.geometry.slots_of(extent, int(slots.extent_size[extent])))
         entries = owned(owners)
@@ -204,14 +246,17 @@ class Eviction:
             return False  # some are quarantined
         if (table.states(entries) != READY).any():
             return False
+        chosen = list(self._blocks.by_domain(entries))
+        if not self._shares.now().may_lose({domain: len(each) for domain, each in chosen}, taker):
+            return False
         retention = self._retention
         if held and retention is not None and (table.pins(entries) == retention.is_held(entries)).all():
             retention.give_up_these(entries)
         if table.pins(entries).any():
             return False
-        for domain, chosen in self._blocks.by_domain(entries):
-            self._count(chosen)
-            self._blocks.evict(domain, chosen)
+        for domain, each in chosen:
+            self._count(each)
+            self._blocks.evict(domain, each)
             if domain.blocks == 0:
                 self._blocks.domains.forget_idle(domain)
         return True

@@ -1,4 +1,4 @@
-"""How much of the host leases and running loads may hold, and how much of that each instance gets.
+"""How much of the host leases and running loads may hold, and how much of that everybody gets.
 
 Blocks that are held for a load cannot be evicted, so part of the pool is kept out of it for stores. Of the
 rest, a single instance may hold nearly all, and several share it. A block counts once, however many leases it
@@ -7,11 +7,14 @@ is in: a prefix that a hundred requests begin with costs no more than that of on
 The share of an instance follows the rule of dynamic thresholds for buffers that several queues share
 (Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998): an instance may hold up to `SHARE`
 times what is free. One alone gets SHARE / (1 + SHARE) of everything, n greedy ones get equal parts, and a
-newcomer always finds something. Nothing has to be configured for each instance, and nothing is taken back
-from any.
+newcomer always finds something. Where engines of several tenants are attached, the same rule decides between
+tenants first, and then between the instances of each, so a tenant gets no more by having more instances.
+Nothing has to be configured, and nothing is taken back from anybody. What is guaranteed to a tenant by
+configuration is not free for others, even while it holds less.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,13 +23,12 @@ import numpy.typing as npt
 from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockTable, HoldCounts
-from kvtierd.core.ids import Entries
+from kvtierd.core.blocks.tenants import Tenants
+from kvtierd.core.ids import NO_TENANT, Entries, TenantTag
 
 SHARE = 15
 """How many times what is free an instance may hold. With a larger value, one instance alone gets more, and
 less is left for a newcomer."""
-KNOWN_MAX = 1_024
-"""Layouts whose block size is remembered."""
 
 
 class LeasablePlan(Protocol):
@@ -41,7 +43,8 @@ class LeasablePlan(Protocol):
 class HeldBlocks:
     """Blocks that are held for loads, each counted once."""
 
-    def __init__(self, counts: HoldCounts) -> None:
+    def __init__(self, counts: HoldCounts, tenant: TenantTag) -> None:
+        self.tenant = tenant
         self.counts = counts
         """For each entry, how many leases and loads hold it."""
         self.bytes = 0
@@ -59,30 +62,23 @@ class HeldBlocks:
 class LeaseBudget:
     """The budget of one pool."""
 
-    def __init__(self, table: BlockTable, geometry: PoolGeometry, fraction: float) -> None:
+    def __init__(self, table: BlockTable, geometry: PoolGeometry, fraction: float, tenants: Tenants) -> None:
         """`fraction` of the pool may be held for loads in all."""
+        self._tenants = tenants
+        self._held_bytes: Counter[TenantTag] = Counter()
+        """The sum of what all instances of a tenant hold. What two of them hold counts twice."""
         self._table = table
         self._geometry = geometry
-        self._block_bytes: dict[tuple[int, ...], int] = {}
-        """What a block takes, by the slot sizes of its shards."""
         self.leasable_bytes = int(fraction * geometry.capacity_bytes)
-        self.all = self.new_holder()
+        self.all = HeldBlocks(self._table.hold_counts(), NO_TENANT)
 
-    def new_holder(self) -> HeldBlocks:
-        """Counts of what one instance holds, which is nothing yet."""
-        return HeldBlocks(self._table.hold_counts())
+    def new_holder(self, tenant: TenantTag) -> HeldBlocks:
+        """Counts of what one instance of a tenant holds, which is nothing yet."""
+        return HeldBlocks(self._table.hold_counts(), tenant)
 
     def block_bytes(self, domain: Domain) -> int:
         """What one block takes of the pool, including what is lost where slots do not fill their extents."""
-        geometry, known = self._geometry, self._block_bytes
-        if domain.sizes not in known:
-            if len(known) >= KNOWN_MAX:
-                known.clear()
-            known[domain.sizes] = sum(
-                per_block * -(-geometry.extent_bytes // geometry.slots_per_extent(slot_bytes))
-                for slot_bytes, per_block in domain.per_size
-            )
-        return known[domain.sizes]
+        return self._geometry.taken_by(domain.per_size)
 
     def prefix_tokens(self, plans: Sequence[LeasablePlan]) -> int:
         """Tokens of the longest prefix whose blocks of all these groups fit into the pool at once; 0 without
@@ -101,8 +97,16 @@ class LeaseBudget:
 
     def room_bytes(self, own: HeldBlocks) -> int:
         """How much more an instance may hold, besides what it and all others hold already."""
-        free = self.leasable_bytes - self.all.bytes
-        return max(0, min(free, (SHARE * free - own.bytes) // (1 + SHARE)))
+        kept = sum(
+            max(0, int(least * self.leasable_bytes) - self._held_bytes[tenant])
+            for tenant, least in self._tenants.reserved
+            if tenant != own.tenant
+        )
+        free = max(0, self.leasable_bytes - self.all.bytes - kept)
+        room = free
+        if self._tenants.several:
+            room = _threshold(room, self._held_bytes[own.tenant])
+        return min(free, _threshold(room, own.bytes))
 
     def costs(self, entries: Entries) -> npt.NDArray[np.bool_]:
         """Which of these blocks nobody holds yet. Holding the others costs nothing."""
@@ -111,12 +115,21 @@ class LeaseBudget:
 
     def add(self, own: HeldBlocks, domain: Domain, entries: Entries) -> None:
         """From now on a lease or load of an instance holds these blocks."""
-        block_bytes = self.block_bytes(domain)
-        own.add(entries, block_bytes)
-        self.all.add(entries, block_bytes)
+        self._change(own, domain, entries, HeldBlocks.add)
 
     def remove(self, own: HeldBlocks, domain: Domain, entries: Entries) -> None:
         """Undoes an `add` of the same entries."""
-        block_bytes = self.block_bytes(domain)
-        own.remove(entries, block_bytes)
-        self.all.remove(entries, block_bytes)
+        self._change(own, domain, entries, HeldBlocks.remove)
+
+    def _change(self, own: HeldBlocks, domain: Domain, entries: Entries, change: Callable[..., None]) -> None:
+        block_bytes, before, tenant = self.block_bytes(domain), own.bytes, own.tenant
+        change(own, entries, block_bytes)
+        change(self.all, entries, block_bytes)
+        self._held_bytes[tenant] += own.bytes - before
+        if not self._held_bytes[tenant]:
+            del self._held_bytes[tenant]
+
+
+def _threshold(free: int, held: int) -> int:
+    """How much more somebody who holds so much may hold, so that it is at most `SHARE` times what is left."""
+    return max(0, (SHARE * free - held) // (1 + SHARE))

@@ -5,10 +5,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtierd.core.ids import Fingerprint, NamespaceDigest
+from kvtierd.core.ids import Fingerprint, NamespaceDigest, TenantTag
 from kvtierd.core.stimuli import GroupGeometry
 
 DIGEST_BYTES = 16
+TAG_BYTES = 4
+"""A namespace's digest begins with its tenant's tag, so that blocks of an earlier daemon count as their
+tenant's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,18 @@ class NamespaceAbout:
     """The layout of every rank, in rank order."""
     groups: tuple[GroupGeometry, ...]
     """The layout of rank 0."""
+
+
+def tag_of(tenant: str) -> TenantTag:
+    """The tag of a tenant. Two tenants may have the same one, if hardly ever; then they share what is
+    guaranteed to them, and no blocks."""
+    digest = hashlib.sha256(b"kvtier tenant 1\0" + tenant.encode()).digest()
+    return TenantTag(int.from_bytes(digest[:TAG_BYTES], "big"))
+
+
+def tag_in(digest: NamespaceDigest) -> TenantTag:
+    """The tag of the tenant that a namespace belongs to."""
+    return TenantTag(int.from_bytes(digest[:TAG_BYTES], "big"))
 
 
 def layout_fingerprint(groups: Sequence[GroupGeometry]) -> Fingerprint:
@@ -62,4 +77,5 @@ def namespace_digest(
     digest.update(struct.pack("<I", world_size))
     for fingerprint in fingerprints:
         digest.update(fingerprint)
-    return NamespaceDigest(digest.digest()[:DIGEST_BYTES])
+    tag = tag_of(tenant).to_bytes(TAG_BYTES, "big")
+    return NamespaceDigest(tag + digest.digest()[: DIGEST_BYTES - TAG_BYTES])

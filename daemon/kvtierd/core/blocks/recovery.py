@@ -6,6 +6,7 @@ import numpy.typing as npt
 from kvtierd.core.actions import FreeSlots
 from kvtierd.core.blocks.blocks import Blocks
 from kvtierd.core.blocks.domains import Domain
+from kvtierd.core.blocks.namespaces import tag_in
 from kvtierd.core.blocks.table import U32
 from kvtierd.core.ids import Slots
 from kvtierd.core.stimuli import Recovered
@@ -60,7 +61,7 @@ def recover(blocks: Blocks, found: Recovered, wanted: npt.NDArray[np.bool_] | No
         else:
             shapes, shape_of = np.unique(block_sizes, axis=0, return_inverse=True)
         for number, shape in enumerate(shapes):
-            domain = blocks.domains.of(tuple(shape.tolist()))
+            domain = blocks.domains.of(tag_in(digest), tuple(shape.tolist()))
             members = shape_of.reshape(-1) == number
             places = chosen[members]
             new = _insert(blocks, space, domain, found.hashes[places], found.slots[rows[members]])

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,11 @@ class PoolGeometry:
         while PAGE_BYTES + pages_up(count * RECORD_BYTES) + count * stride > self.extent_bytes:
             count -= 1
         return count
+
+    def taken_by(self, per_size: tuple[tuple[int, int], ...]) -> int:
+        """The bytes that one block takes, including what is lost where slots do not fill their extents.
+        `per_size` has a slot size, and how many of it the block has."""
+        return _taken_by(self, per_size)
 
     def slots_of(self, extent: int, slot_bytes: int) -> Slots:
         """The slots of an extent that holds slots of this size, ascending."""
@@ -88,6 +94,14 @@ class _Size:
         self.extents = 0
         self.free = 0
         self.stack = np.empty(0, np.uint32)
+
+
+@lru_cache(1_024)
+def _taken_by(geometry: PoolGeometry, per_size: tuple[tuple[int, int], ...]) -> int:
+    return sum(
+        per_block * -(-geometry.extent_bytes // geometry.slots_per_extent(slot_bytes))
+        for slot_bytes, per_block in per_size
+    )
 
 
 class SlotAllocator:

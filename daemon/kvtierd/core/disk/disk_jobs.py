@@ -66,7 +66,7 @@ class DiskJobs:
         has none of them; the head of a sequence comes first. Holds nothing of the host. Returns for how many
         there was room."""
         host, shelf = self._host, disk.blocks
-        domain = shelf.domains.of(host_domain.sizes)
+        domain = shelf.domains.of(host_domain.tenant, host_domain.sizes)
         domain.users += 1  # it may have no blocks while room is made, and must not be forgotten
         disk.eviction.for_entries(domain, len(host_entries))
         hashes, spaces = host.table.hashes(host_entries), host.table.spaces(host_entries)

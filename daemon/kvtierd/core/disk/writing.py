@@ -144,7 +144,7 @@ class Writing:
         left."""
         horizon = self._horizon(domain)
         self._unwalked.pop(domain, None)
-        if horizon <= 0 or not any(disk.fits(domain.sizes) for disk in self._disks.all):
+        if horizon <= 0 or not any(disk.fits(domain) for disk in self._disks.all):
             return False
         most = sum(self._jobs.may_write(disk) for disk in self._disks.all) // domain.block_bytes
         all_live = all(disk.live for disk in self._disks.all)
@@ -180,7 +180,7 @@ class Writing:
         everything = True
         hashes = self._host.table.hashes(entries)
         for disk, own in self._disks.by_disk(hashes):
-            if not disk.fits(domain.sizes):
+            if not disk.fits(domain):
                 continue
             may = self._jobs.may_write(disk) // domain.block_bytes
             if may == 0 and disk.live and not disk.counts[DiskJobKind.WRITE]:

@@ -6,7 +6,7 @@ from functools import partial
 
 from kvtierd.core import stimuli
 from kvtierd.core.actions import Attached, InstanceView, ReleaseSession, SessionEnded
-from kvtierd.core.blocks.namespaces import NamespaceAbout, layout_fingerprint, namespace_digest
+from kvtierd.core.blocks.namespaces import NamespaceAbout, layout_fingerprint, namespace_digest, tag_of
 from kvtierd.core.engines.hello import check_hello, check_prefill, shards_of
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, Fingerprint, Rank, SessionId
@@ -56,10 +56,8 @@ class Instances:
         fingerprint = (
             layout_fingerprint(stimulus.groups) if stimuli.SessionRole.RANK in stimulus.role else None
         )
-        if instance is not None:
-            self._blocks.domains.require_room(_sizes(stimulus, instance.ranks))
-        else:
-            self._blocks.domains.require_room(_sizes(stimulus, {}))
+        tag, ranks = tag_of(stimulus.owner.tenant), {} if instance is None else instance.ranks
+        self._blocks.domains.require_room((tag, sizes) for sizes in _sizes(stimulus, ranks))
 
         if instance is None:
             instance = Instance(
@@ -73,9 +71,10 @@ class Instances:
                 hash_bytes=stimulus.hash_bytes,
                 model=stimulus.model,
                 alive_at_s=core.now_s,
-                held=core.lease_budget.new_holder(),
+                held=core.lease_budget.new_holder(tag),
             )
             core.names[instance.owner, instance.name] = core.instances[instance.epoch] = instance
+            core.tenants.come(tag)
         session = Session(
             session=stimulus.session,
             instance=instance,
@@ -109,7 +108,7 @@ class Instances:
         plans = []
         for group, sizes in enumerate(shards_of(session.groups for session in ranks)):
             space = self._blocks.spaces.of(digest, group)
-            domain = self._blocks.domains.of(sizes)
+            domain = self._blocks.domains.of(tag_of(tenant), sizes)
             self._blocks.spaces.users[space] += 1
             domain.users += 1
             geometry = ranks[0].groups[group]
@@ -303,6 +302,7 @@ class Instances:
         core.step(instance, Event.END)
         core.tally.ended_epochs += 1
         del core.names[instance.owner, instance.name]
+        core.tenants.go(tag_of(instance.owner.tenant))
         self._leases.drop_all(instance)
         for transfer in instance.transfers.values():
             self._transfers.abandon(transfer, why)

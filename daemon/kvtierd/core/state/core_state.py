@@ -11,6 +11,7 @@ from kvtierd.core.blocks.lease_budget import LeaseBudget
 from kvtierd.core.blocks.retention import BlockRetention
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockTable
+from kvtierd.core.blocks.tenants import Tenants
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
 from kvtierd.core.state import entities
@@ -35,6 +36,7 @@ class CoreState:
     disk_policy: CoreDisks = field(default_factory=CoreDisks)
     disk_shelves: InitVar[Sequence[tuple[BlockTable, PoolGeometry]]] = ()
     """For each disk an empty table of its own, and where its slots lie."""
+    tenants: Tenants = field(default_factory=lambda: Tenants({}))
     disks: Disks = field(init=False)
     pages: IndexPages = field(init=False)
     tally: Tally = field(default_factory=Tally)
@@ -70,11 +72,11 @@ class CoreState:
 
     def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
         self.retention = BlockRetention(self.blocks, self.tally, self.limits)
-        self.eviction = Eviction(self.blocks, self.tally, self.retention)
+        self.eviction = Eviction(self.blocks, self.tally, self.tenants, self.retention)
         self.lease_budget = LeaseBudget(
-            self.blocks.table, self.blocks.geometry, self.limits.leased_fraction_max
+            self.blocks.table, self.blocks.geometry, self.limits.leased_fraction_max, self.tenants
         )
-        self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves)
+        self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves, self.tenants)
         self.pages = IndexPages(self.blocks, self.disks)
 
     def begin(self, now_s: float) -> None:

@@ -21,6 +21,7 @@ from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.recovery import recover
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import U32, BlockFlag, BlockTable
+from kvtierd.core.blocks.tenants import Tenants
 from kvtierd.core.ids import NO_ENTRY, DiskId, DiskJobId, Entries, Hashes, SpaceId
 from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.rates import Rate
@@ -100,11 +101,12 @@ class Disk(Entity):
     def recovered(self) -> bool:
         return self.state is not DiskState.STARTING
 
-    def fits(self, sizes: tuple[int, ...]) -> bool:
-        """Whether a block whose shards have these sizes can be stored here at all."""
+    def fits(self, domain: Domain) -> bool:
+        """Whether blocks of a domain of the host can be stored here at all."""
+        sizes = domain.sizes
         per_extent = self.blocks.geometry.slots_per_extent
         fits = len(sizes) <= JOB_SLOTS_MAX and all(per_extent(size) for size in set(sizes))
-        return fits and self.blocks.domains.has_room(sizes)
+        return fits and self.blocks.domains.has_room(domain.tenant, sizes)
 
     def find(self, space: SpaceId, hashes: Hashes) -> Entries:
         """Entries of the blocks that can be read; NO_ENTRY for the others."""
@@ -151,12 +153,14 @@ class Disks:
         tally: Tally,
         policy: CoreDisks,
         disks: Sequence[tuple[BlockTable, PoolGeometry]],
+        tenants: Tenants,
     ) -> None:
         self.policy = policy
         self._host = host
         self._tally = tally
         self.all: tuple[Disk, ...] = tuple(
-            _disk(DiskId(number), table, geometry, host) for number, (table, geometry) in enumerate(disks)
+            _disk(DiskId(number), table, geometry, host, tenants)
+            for number, (table, geometry) in enumerate(disks)
         )
         self.late_jobs = 0
         """Reads on their way whose blocks are flagged LATE on the host."""
@@ -335,6 +339,6 @@ def _still_late(disk: Disk, seen: BlockSnapshot) -> Entries:
     return late
 
 
-def _disk(number: DiskId, table: BlockTable, geometry: PoolGeometry, host: Blocks) -> Disk:
+def _disk(number: DiskId, table: BlockTable, geometry: PoolGeometry, host: Blocks, tenants: Tenants) -> Disk:
     blocks, tally = Blocks(table, geometry, host.integrity, disk=number, host=host), DiskTally()
-    return Disk(disk=number, blocks=blocks, eviction=Eviction(blocks, tally), tally=tally)
+    return Disk(disk=number, blocks=blocks, eviction=Eviction(blocks, tally, tenants), tally=tally)

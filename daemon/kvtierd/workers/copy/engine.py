@@ -78,7 +78,7 @@ class CopyEngine:
         match kind:
             case "map_words":
                 words = message.map_words
-                self._map(words, lambda session: session.map_words(fds[0], words.doorbells, words.parts))
+                self._map(words, lambda session: _map_words(session, fds[0], words))
             case "map_memory":
                 memory = message.map_memory
                 self._map(memory, lambda session: session.map_memory(self._device, fds, memory))
@@ -284,6 +284,11 @@ class CopyEngine:
         except ChannelEndedError:
             # The front is gone, as the main thread sees from the channel. Clients have the part words.
             pass
+
+
+def _map_words(session: MappedSession, fd: int, words: wire.MapWords) -> None:
+    session.tenant = words.tenant
+    session.map_words(fd, words.doorbells, words.parts)
 
 
 def _descriptors(message: wire.ToWorker, kind: str | None) -> int:

@@ -1,14 +1,15 @@
 """The two lanes of a worker, a thread for loads and one for stores, and what waits for each.
 
 A lane works in chunks: it starts the next chunk of the session whose turn it is, and lands the oldest one. So
-no session waits for another's large part, and the device always has its next chunk.
+no session waits for another's large part, and the device always has its next chunk. Turns go round by tenant,
+and within a tenant by session, so a tenant gets no more by having more sessions.
 """
 
 import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,8 +25,9 @@ from kvtierd.workers.log import logger
 _log = logger(__name__)
 
 STORE_YIELD_S_MAX = 0.02
-"""While loads have work, a store waits at most this long before each chunk. So loads without end leave stores
-a chunk every 20 ms (200 MB/s on the CPU), and not nothing."""
+"""While loads of its own tenant have work, a store waits at most this long before each chunk, and never for
+loads of others. So loads without end leave stores a chunk every 20 ms (200 MB/s on the CPU), and not
+nothing."""
 
 FULL_POLL_S = 0.05
 """Time between looks at a copier that is full, in case nobody reports that it has room."""
@@ -74,30 +76,38 @@ class _Lane:
         self.runnable: dict[MappedSession, deque[PartTask]] = {}
         """Parts with chunks to submit, in the order of their arrival. Only the first of a session has
         started."""
-        self.turns: deque[MappedSession] = deque()
-        """The sessions of `runnable`; the first has the next turn."""
-        self.active = 0
-        """How many parts are runnable, or have started and not ended."""
+        self.turns: OrderedDict[int, deque[MappedSession]] = OrderedDict()
+        """The sessions of `runnable` by tenant. The first tenant has the next turn, and of it the first
+        session."""
+        self.active: Counter[int] = Counter()
+        """How many parts of each tenant are runnable, or have started and not ended."""
         self.flights: deque[Flight] = deque()
         """Chunks under way, oldest first. This and what follows is used by the lane's thread only, except
         `any_abandoned`."""
         self.landed_ns = 0
         """When a flight last landed."""
-        self.yields_until_s: float | None = None
-        """Until when it lets loads go first; None if it does not."""
+        self.yields_until_s: dict[int, float] = {}
+        """Until when a tenant's next chunk lets its loads go first, for those that do."""
         self.any_abandoned = False
         """Whether it may have a part that was abandoned between two chunks."""
 
     @property
     def busy(self) -> bool:
-        return self.active > 0
+        return bool(self.active)
 
     def add(self, part: PartTask) -> None:
         if part.session not in self.runnable:
             self.runnable[part.session] = deque()
-            self.turns.append(part.session)
+            self.turns.setdefault(part.session.tenant, deque()).append(part.session)
         self.runnable[part.session].append(part)
-        self.active += 1
+        self.active[part.session.tenant] += 1
+
+    def over(self, part: PartTask) -> None:
+        """The part is not active any more."""
+        tenant = part.session.tenant
+        self.active[tenant] -= 1
+        if not self.active[tenant]:
+            del self.active[tenant]
 
     def take(self, wanted: Callable[[PartTask], bool]) -> list[PartTask]:
         """Takes out the runnable parts that have not started and for which `wanted` is true."""
@@ -107,7 +117,8 @@ class _Lane:
             for part in queue:
                 (taken if part.state is PartTaskState.QUEUED and wanted(part) else kept).append(part)
             self._keep(session, kept)
-        self.active -= len(taken)
+        for part in taken:
+            self.over(part)
         return taken
 
     def drop(self, part: PartTask) -> None:
@@ -122,22 +133,28 @@ class _Lane:
             self.runnable[session] = queue
         elif session in self.runnable:
             del self.runnable[session]
-            self.turns.remove(session)
+            sessions = self.turns[session.tenant]
+            sessions.remove(session)
+            if not sessions:
+                del self.turns[session.tenant]
+                self.yields_until_s.pop(session.tenant, None)
 
     def abandoned(self) -> PartTask | None:
         """A part that was abandoned between two chunks, or None."""
         if self.any_abandoned:
-            for session in self.turns:
+            for session in self.runnable:
                 part = self.runnable[session][0]
                 if part.abandoned and part.run is not None:
                     return part
             self.any_abandoned = False
         return None
 
-    def next_chunk(self) -> _Submit:
-        """The next chunk of the session whose turn it is."""
-        part = self.runnable[self.turns[0]][0]
-        self.turns.rotate(-1)
+    def next_chunk(self, tenant: int) -> _Submit:
+        """The next chunk of the tenant's session whose turn it is."""
+        sessions = self.turns[tenant]
+        part = self.runnable[sessions[0]][0]
+        sessions.rotate(-1)
+        self.turns.move_to_end(tenant)
         part.state = PartTaskState.RUNNING
         first = 0 if part.run is None else part.run.submitted
         last = min(first + self._blocks(part), len(part.block_ids))
@@ -269,10 +286,10 @@ class Lanes:
                     if abandoned is not None:
                         lane.drop(abandoned)
                         return _Submit(abandoned, None)
-                    hold_s = self._hold_s(lane, now_s)
+                    tenant, hold_s = self._turn(lane, now_s)
                     if hold_s <= 0:
-                        lane.yields_until_s = None
-                        return lane.next_chunk()
+                        lane.yields_until_s.pop(tenant, None)
+                        return lane.next_chunk(tenant)
                     wait_s = hold_s if wait_s is None else min(wait_s, hold_s)
                 if lane.flights:
                     return _Land()
@@ -280,16 +297,23 @@ class Lanes:
                     return None
                 lane.wake.wait(wait_s)
 
-    def _hold_s(self, lane: _Lane, now_s: float) -> float:
-        """How long the lane must not submit, 0 if it may: it lets loads go first for a while, and waits until
-        its copier has room."""
+    def _turn(self, lane: _Lane, now_s: float) -> tuple[int, float]:
+        """The tenant that has the next turn, and how long the lane must not submit, 0 if it may. Stores let
+        loads of their own tenant go first for a while, and everything waits until the copier has room."""
+        first = next(iter(lane.turns))
         if lane.copier.is_full():
-            return FULL_POLL_S
-        if lane is self._load or not self._load.busy or self._stopping:
-            return 0.0
-        if lane.yields_until_s is None:
-            lane.yields_until_s = now_s + STORE_YIELD_S_MAX
-        return lane.yields_until_s - now_s
+            return first, FULL_POLL_S
+        if lane is self._load or self._stopping:
+            return first, 0.0
+        hold_s = STORE_YIELD_S_MAX
+        for tenant in lane.turns:
+            if tenant not in self._load.active:
+                return tenant, 0.0
+            until_s = lane.yields_until_s.setdefault(tenant, now_s + STORE_YIELD_S_MAX)
+            if until_s <= now_s:
+                return tenant, 0.0
+            hold_s = min(hold_s, until_s - now_s)
+        return first, hold_s
 
     def _submit(self, lane: _Lane, part: PartTask, chunk: slice | None) -> None:
         self._watch(lane)
@@ -303,7 +327,7 @@ class Lanes:
                 with self.lock:
                     lane.drop(part)
                 self._calls.end_unstarted(part)
-                self._ended(lane)
+                self._ended(lane, part)
                 return
             part.run = PartRun(np.zeros(len(part.block_ids), np.bool_))
         elif not part.is_load and part.session.is_revoked(part.word, part.ticket):
@@ -374,10 +398,10 @@ class Lanes:
             with self.lock:
                 lane.drop(part)
         self._calls.landed(lane.copier, part, run.end(part))
-        self._ended(lane)
+        self._ended(lane, part)
 
-    def _ended(self, lane: _Lane) -> None:
+    def _ended(self, lane: _Lane, part: PartTask) -> None:
         with self.lock:
-            lane.active -= 1
-            if not self._load.busy:
+            lane.over(part)
+            if lane is self._load and part.session.tenant not in lane.active:
                 self._store.wake.notify_all()

@@ -43,6 +43,8 @@ class MappedSession:
     doorbells: int = 0
     parts: int = 0
     """How many part words there are."""
+    tenant: int = 0
+    """The tag of the tenant that it belongs to."""
     words: SharedWords | None = None
     words_mapping: mmap.mmap | None = None
     plans: dict[tuple[int, int], FragmentPlan] = field(default_factory=dict)

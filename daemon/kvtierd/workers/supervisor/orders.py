@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtierd.core.actions import CheckSlots, Direction, DiskJobKind, PostDiskJob, PostPart
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import PartId, RegistrationId, SessionId, Slots, WorkerId
+from kvtierd.core.ids import NO_TENANT, PartId, RegistrationId, SessionId, Slots, TenantTag, WorkerId
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import PACKET_BYTES_MAX
 from kvtierd.workers.supervisor.handles import MappingRequest, WorkerHandle, WorkerProcessState, unavailable
@@ -115,15 +115,24 @@ class WorkerOrders:
             handle.releases.setdefault(session, []).append(self._lives.watch.now_s + self._release_deadline_s)
 
     async def map_words(
-        self, worker: WorkerId, session: SessionId, fd: int, doorbells: int, parts: int
+        self,
+        worker: WorkerId,
+        session: SessionId,
+        fd: int,
+        doorbells: int,
+        parts: int,
+        tenant: TenantTag = NO_TENANT,
     ) -> None:
-        """Has the worker map a session's shared words: first `doorbells` words, then `parts` words.
+        """Has the worker map a session's shared words: first `doorbells` words, then `parts` words. Sessions
+        of one tenant share what it gets of the worker's time.
 
         The descriptor stays the caller's. Raises Refusal if the worker refuses or is lost; a worker that does
         not answer in time is lost. If the caller is cancelled, the session's mappings are released.
         """
         request = next(self._request_ids)
-        words = wire.MapWords(request=request, session=session, doorbells=doorbells, parts=parts)
+        words = wire.MapWords(
+            request=request, session=session, doorbells=doorbells, parts=parts, tenant=tenant
+        )
         packet = wire.ToWorker(map_words=words).SerializeToString()
         await self._map(worker, session, request, [fd], packet)
 
