@@ -217,7 +217,7 @@ class Machine:
 
     def explain(self, key: bytes, namespace: str = "", group: int | None = None) -> Explained:
         """Says why the block of a hash can be read or not, for each namespace whose hexadecimal digest begins
-        with `namespace`. Takes milliseconds. Raises Refusal."""
+        with `namespace`. Takes time for each namespace and group that it searches. Raises Refusal."""
         return explain(self.core, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)))
 
     def clearable(self, namespace: str) -> tuple[SpaceId, ...]:
@@ -230,9 +230,10 @@ class Machine:
         whole."""
         return self._clearing.keys(space)
 
-    def namespaces(self) -> tuple[PlaceStatus, ...]:
-        """How many blocks there are of each namespace, and who uses it. Takes microseconds for each."""
-        return places(self.core)
+    def namespaces(self, namespace: str = "") -> tuple[PlaceStatus, ...]:
+        """How many blocks there are of each namespace whose hexadecimal digest begins with `namespace`, and
+        who uses it. Takes microseconds for each."""
+        return places(self.core, namespace)
 
     def status(self) -> CoreStatus:
         """A picture of everything. Takes time for each instance, worker and slot size, but not for each

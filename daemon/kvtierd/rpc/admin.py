@@ -9,7 +9,13 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.explaining import explain_response
 from kvtierd.rpc.handlers import Serve, answering, streaming
-from kvtierd.rpc.status import AboutDaemon, clear_response, namespace_status, reload_response, status_response
+from kvtierd.rpc.status import (
+    AboutDaemon,
+    clear_response,
+    namespaces_response,
+    reload_response,
+    status_response,
+)
 
 
 class AdminCalls:
@@ -27,13 +33,13 @@ class AdminCalls:
             "Reload": answering(self.reload),
         }
 
-    def namespaces(self, request: admin_pb2.ListNamespacesRequest) -> admin_pb2.ListNamespacesResponse:
-        return admin_pb2.ListNamespacesResponse(namespaces=map(namespace_status, self._cache.namespaces()))
+    async def namespaces(self, request: admin_pb2.ListNamespacesRequest) -> admin_pb2.ListNamespacesResponse:
+        return await namespaces_response(self._cache.namespaces(request.namespace))
 
-    def explain(self, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
+    async def explain(self, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
         group = request.group if request.HasField("group") else None
         explained = self._cache.explain(request.hash, request.namespace, group)
-        return explain_response(explained, self._cache.uptime_s)
+        return await explain_response(explained, self._cache.uptime_s)
 
     async def clear(self, request: admin_pb2.ClearRequest) -> admin_pb2.ClearResponse:
         return clear_response(await self._cache.clear(request.namespace, request.timeout_ms / 1000))
