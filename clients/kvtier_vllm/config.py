@@ -13,6 +13,7 @@ from kvtier.connection.address import resolve
 from kvtier.errors import KvtierError
 from kvtier.retention import SECONDS_MAX
 
+from kvtier_vllm.salts import read_salt
 from kvtier_vllm.scheduler.retaining import HOST, PRIORITIES, TIERS
 
 
@@ -31,8 +32,11 @@ class ConnectorConfig:
     kvtier with nothing but this engine's own flag. The daemon runs on when the engine ends."""
     tenant: str = ""
     """The tenant; blocks are never shared between tenants."""
-    salt: str = ""
+    salt: str = dataclasses.field(default="", repr=False)
     """Free text that must be equal for blocks to be shared."""
+    salt_file: str = ""
+    """The absolute path of a file that holds the salt, which nobody but its owner may write, and not
+    everybody read. It is read at the engine's start, and one newline at its end does not count."""
     weights_revision: str = ""
     """The name of the weights, which must change whenever they change. If empty, it is derived from the
     files, or taken from the hub."""
@@ -117,8 +121,8 @@ class ConnectorConfig:
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
-        """Makes the settings out of `kv_connector_extra_config`. Raises ConnectorConfigError, which names
-        every key and value that cannot be used."""
+        """Makes the settings out of `kv_connector_extra_config`, with the content of `salt_file` as `salt`.
+        Raises ConnectorConfigError, which names every key and value that cannot be used."""
         fields = {field.name: field.default for field in dataclasses.fields(cls)}
         wrong = [_mistake(name, value, fields) for name, value in extra_config.items()]
         given = dict(extra_config)
@@ -127,6 +131,13 @@ class ConnectorConfig:
                 resolve(given.get("socket") or None)
             except KvtierError as error:
                 wrong.append(f"{error.field}={error.value!r}: {error.message}")
+            if file := given.get("salt_file"):
+                try:
+                    if given.get("salt"):
+                        raise ValueError("there is a salt as well: leave one of the two out")
+                    given["salt"] = read_salt(file)
+                except ValueError as error:
+                    wrong.append(f"salt_file={file!r}: {error}")
         told = [f"kv_connector_extra_config: {mistake}" for mistake in wrong if mistake]
         if told:
             raise ConnectorConfigError("; ".join(told))

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvtier_vllm.salts import read_salt
+
 
 def block_hashes(
     tokens: Sequence[int], block_tokens: int, algorithm: str = "sha256", cache_salt: str | None = None
@@ -75,14 +77,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", help="token ids: a JSON list, or with blanks between them; -: standard input")
     parser.add_argument("--block-tokens", type=int, required=True, help="the engine's block size")
     parser.add_argument("--algorithm", default="sha256", help="the engine's --prefix-caching-hash-algo")
-    parser.add_argument("--cache-salt", help="the request's cache_salt")
+    salts = parser.add_mutually_exclusive_group()
+    salts.add_argument(
+        "--cache-salt", help="the request's cache_salt, which others can see in the process list"
+    )
+    salts.add_argument("--cache-salt-file", help="a file that holds it, which not everybody may read")
     given = parser.parse_args(arguments)
     if given.block_tokens < 1:
         parser.error(f"--block-tokens {given.block_tokens}: write the engine's block size, at least 1")
     try:
         tokens = tokens_of(sys.stdin.read() if given.file == "-" else Path(given.file).read_text())
         with _talk_on_stderr():
-            hashes = block_hashes(tokens, given.block_tokens, given.algorithm, given.cache_salt)
+            file = given.cache_salt_file
+            salt = read_salt(str(Path(file).absolute())) if file else given.cache_salt
+            hashes = block_hashes(tokens, given.block_tokens, given.algorithm, salt)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     for block_hash in hashes:

@@ -30,8 +30,9 @@ void CopyPlan::gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t
     check(block_ids, pool, slots);
     require_apart(slots, pages_of(slot_bytes_), "slots", "overlaps");
     // A checksum waits for one place in memory at a time, and the copy for eight. So the copy comes first, and the checksum
-    // reads what it left in the cache. If the engine writes in between, the checksum does not match, and the block is never
-    // loaded.
+    // reads its source, which the copy has left in the cache. If the engine writes to a block between the two, which no engine
+    // may do while it stores the block, the checksum is not that of the slot's bytes. That shows where the two are compared:
+    // before a load that verifies the block, in a sample, and when the block has come back from a disk.
     Checksum checksum;
     std::uint64_t summed_bytes = 0;
     const auto sum = [&](const Piece* pieces, std::size_t count) {

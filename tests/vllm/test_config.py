@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
+from kvtier_vllm import hashes
 from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
 
 
@@ -110,3 +114,71 @@ def test_a_user_of_the_daemon_who_does_not_exist_is_refused_by_that_name(
         ConnectorConfigError, match="KVTIER_DAEMON_USER='nobody-of-that-name': there is no such user"
     ):
         ConnectorConfig.parse({"socket": "/none/c.sock"})
+
+
+def file_of(folder: Path, content: bytes, mode: int = 0o600) -> str:
+    file = folder / "salt"
+    file.write_bytes(content)
+    file.chmod(mode)
+    return str(file)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o440, 0o640])
+@pytest.mark.parametrize(
+    ("content", "salt"),
+    [(b"grain", "grain"), (b"grain\n", "grain"), (b" g\n\n", " g\n"), (b"s" * 1_024, "s" * 1_024)],
+)
+def test_a_salt_may_come_from_a_file(tmp_path: Path, content: bytes, salt: str, mode: int) -> None:
+    parsed = ConnectorConfig.parse({"salt_file": file_of(tmp_path, content, mode)})
+    assert parsed.salt == salt
+    assert "grain" not in repr(parsed)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "told"),
+    [
+        (b"", 0o600, "the file is empty: write the salt into it"),
+        (b"\n", 0o600, "the file is empty"),
+        (b"grain", 0o644, "others may read or change it (mode 0644): `chmod 400` it"),
+        (b"grain", 0o620, "others may read or change it (mode 0620)"),
+        (b"grain", 0o602, "others may read or change it (mode 0602)"),
+        (b"grain\xff", 0o600, "it is not UTF-8"),
+        (b"g" * 1_025, 0o600, "a salt has at most 1,024 bytes"),
+        (b"g" * 9_999, 0o600, "a salt has at most 1,024 bytes"),
+    ],
+)
+def test_a_file_that_is_no_safe_salt_is_refused(tmp_path: Path, content: bytes, mode: int, told: str) -> None:
+    file = file_of(tmp_path, content, mode)
+    with pytest.raises(ConnectorConfigError) as refused:
+        ConnectorConfig.parse({"salt_file": file})
+    assert f"kv_connector_extra_config: salt_file={file!r}: {told}" in str(refused.value)
+    assert "grain" not in str(refused.value)
+
+
+def test_a_salt_in_a_place_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path, told in (
+        (tmp_path, "it is not a file"),
+        (tmp_path / "pipe", "it is not a file"),
+        (tmp_path / "none", "cannot be opened (No such file or directory)"),
+        ("salt", "write an absolute path"),
+    ):
+        with pytest.raises(ConnectorConfigError) as refused:
+            ConnectorConfig.parse({"salt_file": str(path)})
+        assert told in str(refused.value)
+
+
+def test_two_salts_are_one_too_many(tmp_path: Path) -> None:
+    with pytest.raises(ConnectorConfigError) as refused:
+        ConnectorConfig.parse({"salt": "grain", "salt_file": file_of(tmp_path, b"x")})
+    assert "there is a salt as well: leave one of the two out" in str(refused.value)
+    assert "grain" not in str(refused.value)
+
+
+def test_hashes_take_a_request_s_salt_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tokens").write_text("1 2 3 4")
+    printed = []
+    for salt in (["--cache-salt=s"], [f"--cache-salt-file={file_of(tmp_path, b's')}"], []):
+        assert hashes.main([str(tmp_path / "tokens"), "--block-tokens=2", *salt]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]

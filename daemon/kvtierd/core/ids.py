@@ -47,8 +47,8 @@ Rank = NewType("Rank", int)
 """One worker of an engine instance, from 0 to world size - 1."""
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)
-"""16 bytes: the tenant's tag, then SHA-256 of the tenant, of the namespace's fields and of every rank's
-layout fingerprint, shortened."""
+"""16 bytes: SHA-256 of the tenant, of the namespace's fields and of every rank's layout fingerprint,
+shortened; then the tenant's tag."""
 
 TenantTag = NewType("TenantTag", int)
 """A number of 32 bits that stands for a tenant where blocks are counted: its name, hashed."""

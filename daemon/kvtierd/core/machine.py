@@ -223,7 +223,8 @@ class Machine:
         self, key: bytes, namespace: str = "", group: int | None = None, tenant: str | None = None
     ) -> Explained:
         """Says why the block of a hash can be read or not, for each namespace whose hexadecimal digest begins
-        with `namespace`. With `tenant`, only its namespaces exist. Takes milliseconds. Raises Refusal."""
+        with `namespace`. With `tenant`, only its namespaces exist. Takes time for each namespace and group
+        that it searches. Raises Refusal."""
         return explain(self.core, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)), tenant)
 
     def clearable(self, namespace: str) -> tuple[SpaceId, ...]:
@@ -236,10 +237,10 @@ class Machine:
         whole."""
         return self._clearing.keys(space)
 
-    def namespaces(self, tenant: str | None = None) -> tuple[PlaceStatus, ...]:
-        """How many blocks there are of each namespace, or of those of one tenant, and who uses it. Takes
-        microseconds for each."""
-        return places(self.core, tenant)
+    def namespaces(self, namespace: str = "", tenant: str | None = None) -> tuple[PlaceStatus, ...]:
+        """How many blocks there are of each namespace whose hexadecimal digest begins with `namespace`, and
+        who uses it; with `tenant`, only of its own. Takes microseconds for each."""
+        return places(self.core, namespace, tenant)
 
     def status(self) -> CoreStatus:
         """A picture of everything. Takes time for each instance, worker and slot size, but not for each

@@ -9,14 +9,15 @@ from kvtierd.ctl.text import count
 
 
 def question(found: admin_pb2.ListNamespacesResponse, namespace: str) -> str:
-    """Asks whether to drop these blocks, and names them."""
-    chosen = [each for each in found.namespaces if each.namespace_digest.startswith(namespace)]
-    digests = {each.namespace_digest for each in chosen}
-    on_host = count(sum(each.host_blocks for each in chosen), "block")
-    on_disk = count(sum(each.disk_blocks for each in chosen), "block")
+    """Asks whether to drop these blocks, and names them. `found` has what begins with `namespace`."""
+    digests = {each.namespace_digest for each in found.namespaces}
+    on_host = count(sum(each.host_blocks for each in found.namespaces), "block")
+    on_disk = count(sum(each.disk_blocks for each in found.namespaces), "block")
     what = f"all namespaces ({len(digests):,})"
     if namespace:
         what = f"namespace {min(digests) if len(digests) == 1 else namespace}"
+    if found.left_out:
+        what += f" and {count(found.left_out, 'more group')}, whose blocks are not counted here"
     return f"Drop {on_host} in memory and {on_disk} on disks, of {what}?"
 
 

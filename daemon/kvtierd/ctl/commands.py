@@ -54,7 +54,7 @@ END_GRACE_S = 30.0
 """How long a daemon that has announced its stop may take to end its sessions and copy workers."""
 END_POLL_S = 0.02
 SCRUB_POLL_S = 0.2
-RECONNECT_SOON = (("grpc.max_reconnect_backoff_ms", 1000),)
+CHANNEL_OPTIONS = (("grpc.max_reconnect_backoff_ms", 1000), ("grpc.max_receive_message_length", 64 << 20))
 """For `top`, which waits for a daemon that comes back."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 IDS = ("boot_nonce", "epoch")
@@ -183,16 +183,17 @@ def engines(socket: Path | None, as_json: bool) -> None:
 
 @main.command()
 @_socket_option
+@click.option("--namespace", default="", metavar="DIGEST", help="Its digest, or how it begins; default: all.")
 @click.option("--fields", is_flag=True, help="With what engines have said of each.")
 @click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ListNamespacesResponse as JSON.")
-def namespaces(socket: Path | None, fields: bool, as_json: bool) -> None:
+def namespaces(socket: Path | None, namespace: str, fields: bool, as_json: bool) -> None:
     """List the namespaces that engines use, or that blocks are there of, and how many blocks."""
     with _admin(_path(socket)) as admin:
-        response = _namespaces(admin)
+        response = _namespaces(admin, namespace.lower())
     if as_json:
         click.echo(to_json(response))
     else:
-        show(list_namespaces(response.namespaces, fields))
+        show(list_namespaces(response, namespace, fields))
 
 
 @main.command()
@@ -318,7 +319,7 @@ def clear(socket: Path | None, namespace: str | None, yes: bool, timeout_s: floa
     chosen = (namespace or "").lower()
     with _admin(_path(socket), timeout_s + CLEAR_S) as admin:
         if not yes:
-            found = _namespaces(admin)
+            found = _namespaces(admin, chosen)
             if not _confirmed(question(found, chosen)):
                 click.echo("kvtierctl: nothing was dropped", err=True)
                 sys.exit(EXIT_NOT_YET)
@@ -463,8 +464,7 @@ def explain_block(
                 raise click.BadParameter(refusal.message, param_hint="HASH") from None
         used = {each.namespace_digest for each in _status(admin).instances}
         if several and not as_json and not known(responses):
-            found = _namespaces(admin).namespaces
-            hint = block_sizes(each for each in found if each.namespace_digest.startswith(namespace.lower()))
+            hint = block_sizes(_namespaces(admin, namespace.lower()).namespaces)
     if as_json:
         for response in responses:
             response.explanations.sort(key=lambda each: relevance(each, used))
@@ -506,7 +506,7 @@ def _admin(path: Path, longest_s: float = TIMEOUT_S) -> Iterator[admin_pb2_grpc.
     ends the program. `longest_s`: how long a call may take; that nobody answers at all is known sooner."""
     waited_s = TIMEOUT_S
     try:
-        with admin_at(path, RECONNECT_SOON) as admin:
+        with admin_at(path, CHANNEL_OPTIONS) as admin:
             if longest_s > TIMEOUT_S:
                 _status(admin)
             waited_s = longest_s
@@ -520,8 +520,8 @@ def _status(admin: admin_pb2_grpc.AdminStub) -> admin_pb2.StatusResponse:
     return admin.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S, wait_for_ready=False)
 
 
-def _namespaces(admin: admin_pb2_grpc.AdminStub) -> admin_pb2.ListNamespacesResponse:
-    request = admin_pb2.ListNamespacesRequest()
+def _namespaces(admin: admin_pb2_grpc.AdminStub, namespace: str) -> admin_pb2.ListNamespacesResponse:
+    request = admin_pb2.ListNamespacesRequest(namespace=namespace)
     return admin.ListNamespaces(request, timeout=TIMEOUT_S, wait_for_ready=False)
 
 

@@ -178,10 +178,11 @@ class EngineCheck:
 
     def _prompt_tokens(self, model: ServedModel, instances: list[admin_pb2.InstanceStatus]) -> int:
         """The length of a prompt that has a few whole blocks in each of these engines."""
-        answer = self._admin.ListNamespaces(admin_pb2.ListNamespacesRequest(), timeout=CALL_S)
         digests = {each.namespace_digest for each in instances if each.model in model.names}
         digests = digests or {each.namespace_digest for each in instances}
-        sizes = [each.block_tokens for each in answer.namespaces if each.namespace_digest in digests]
+        asked = (admin_pb2.ListNamespacesRequest(namespace=digest) for digest in digests)
+        answers = [self._admin.ListNamespaces(each, timeout=CALL_S) for each in asked]
+        sizes = [each.block_tokens for answer in answers for each in answer.namespaces]
         block = math.lcm(*(size for size in sizes if size))
         tokens = max(PROMPT_TOKENS, BLOCKS * block + 1)
         if model.max_tokens:

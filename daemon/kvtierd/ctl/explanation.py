@@ -64,6 +64,11 @@ def explained(
             f"not known in {count(rest, 'group')} of namespaces that no attached engine uses; "
             "--namespace DIGEST tells about one of them (`kvtierctl namespaces`)"
         )
+    if left_out := max(response.left_out for response in responses):
+        parts.append(
+            f"{count(left_out, 'more group')} did not fit into the daemon's answer; "
+            "--namespace DIGEST asks about one namespace, and --group N about one group"
+        )
     if parts:
         return Group(*parts)
     if last.known_namespaces:

@@ -1,15 +1,22 @@
 """Tables of engines, their processes, copy workers and namespaces, for people."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from kvtier.connection.reach import user_of
-from kvtier.v1.admin_pb2 import InstanceStatus, NamespaceStatus, SessionStatus, StatusResponse, WorkerStatus
+from kvtier.v1.admin_pb2 import (
+    InstanceStatus,
+    ListNamespacesResponse,
+    NamespaceStatus,
+    SessionStatus,
+    StatusResponse,
+    WorkerStatus,
+)
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvtierd.config.settings import human_size
 from kvtierd.ctl.terminal import facts, indented, state, table
-from kvtierd.ctl.text import duration
+from kvtierd.ctl.text import count, duration
 
 CPU = "cpu"
 """What a StatusResponse calls the device that is the host itself."""
@@ -85,14 +92,18 @@ def copy_workers(status: StatusResponse) -> list[WorkerStatus]:
     return [each for each in status.workers if not each.device.startswith(DISK_PREFIX)]
 
 
-def namespaces(found: Sequence[NamespaceStatus], fields: bool = False) -> RenderableType:
+def namespaces(found: ListNamespacesResponse, asked: str, fields: bool) -> RenderableType:
     """The page of `kvtierctl namespaces`: each namespace with its groups, and with `fields` what its engines
-    have said about it."""
-    if not found:
+    have said about it. `asked` is how the digests begin that were asked for; "" if all were."""
+    if not found.namespaces:
+        if asked:
+            return f"no namespace that is known begins with '{asked}'; without --namespace, all are listed"
         return "no engine has attached yet, and the pool is empty"
+    by_digest: dict[str, list[NamespaceStatus]] = {}
+    for each in found.namespaces:
+        by_digest.setdefault(each.namespace_digest, []).append(each)
     parts: list[RenderableType] = []
-    for digest in dict.fromkeys(each.namespace_digest for each in found):
-        groups = [each for each in found if each.namespace_digest == digest]
+    for digest, groups in by_digest.items():
         model = groups[0].model or "(of an earlier daemon)"
         tenant = f", tenant {groups[0].tenant}" if groups[0].tenant else ""
         parts += [
@@ -102,4 +113,10 @@ def namespaces(found: Sequence[NamespaceStatus], fields: bool = False) -> Render
         if fields:
             parts.append(facts("", ((f"{field.name} =", field.value) for field in groups[0].fields)))
         parts.append(Text(""))
-    return Group(*parts[:-1])
+    if not found.left_out:
+        return Group(*parts[:-1])
+    return Group(
+        *parts,
+        f"{count(found.left_out, 'older group')} did not fit into the daemon's answer: "
+        "--namespace DIGEST, also with the beginning of a digest, lists fewer",
+    )

@@ -139,8 +139,8 @@ class HostPool:
                 array = pool_file.make_pool(fd, path, geometry, populated)
             else:
                 geometry = header.geometry
-                pool_file.ensure_allocated(fd, length)
-                array = pool_file.map_pool(fd, length)
+                assert path is not None
+                array = pool_file.map_whole(fd, path, length)
             pool = cls(fd, geometry, array, cold_reason, began_s)
             pool.size_bytes = size_bytes
         except BaseException:

@@ -39,6 +39,8 @@ LOCK_POLL_S = 0.02
 POPULATE_CHUNK_BYTES = 64 << 20
 """How much is populated in one step; a step takes about 50 ms."""
 POPULATE_THREADS_MAX = 8
+NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT, errno.EFBIG)
+"""What it means that the file system, the control group or a limit has no memory left for a pool."""
 
 
 Progress = Callable[[int, int], None]
@@ -335,7 +337,7 @@ def make_pool(
         populate_all(pool, progress)
         ensure_allocated(fd, length)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in NO_ROOM:
             raise
         os.ftruncate(fd, 0)
         raise PoolTooLarge(
@@ -343,6 +345,23 @@ def make_pool(
         ) from error
     format_pool(pool, geometry.extent_bytes, geometry.extents, config_digest(geometry))
     return pool
+
+
+def map_whole(fd: int, path: Path, length: int) -> npt.NDArray[np.uint8]:
+    """Maps a pool that is there, with memory for all of it. Raises PoolTooLarge if there is no room for what
+    has none yet."""
+    try:
+        ensure_allocated(fd, length)
+        return map_pool(fd, length)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        missing = max(0, length - os.fstat(fd).st_blocks * 512)
+        raise PoolTooLarge(
+            f"pool.path {path}: {gib(missing)} of the pool's {gib(length)} have no memory, because the file "
+            f"has holes, and there is no room for them ({error}). Free as much in {path.parent}, or remove "
+            "the file, which loses the blocks in it"
+        ) from error
 
 
 def map_pool(fd: int, length: int) -> npt.NDArray[np.uint8]:

@@ -14,7 +14,13 @@ from kvtierd.rpc.authority import Authority, Viewer
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.explaining import explain_response
 from kvtierd.rpc.handlers import Serve, answering, streaming
-from kvtierd.rpc.status import AboutDaemon, clear_response, namespace_status, reload_response, status_response
+from kvtierd.rpc.status import (
+    AboutDaemon,
+    clear_response,
+    namespaces_response,
+    reload_response,
+    status_response,
+)
 
 
 class AdminCalls:
@@ -49,19 +55,18 @@ class AdminCalls:
 
         return serve
 
-    def status(self, request: admin_pb2.StatusRequest, viewer: Viewer) -> admin_pb2.StatusResponse:
-        return status_response(self._about, self._cache.snapshot(), viewer)
+    async def status(self, request: admin_pb2.StatusRequest, viewer: Viewer) -> admin_pb2.StatusResponse:
+        return await status_response(self._about, self._cache.snapshot(), viewer)
 
-    def namespaces(
+    async def namespaces(
         self, request: admin_pb2.ListNamespacesRequest, viewer: Viewer
     ) -> admin_pb2.ListNamespacesResponse:
-        found = self._cache.namespaces(viewer.tenant)
-        return admin_pb2.ListNamespacesResponse(namespaces=map(namespace_status, found))
+        return await namespaces_response(self._cache.namespaces(request.namespace, viewer.tenant))
 
-    def explain(self, request: admin_pb2.ExplainRequest, viewer: Viewer) -> admin_pb2.ExplainResponse:
+    async def explain(self, request: admin_pb2.ExplainRequest, viewer: Viewer) -> admin_pb2.ExplainResponse:
         group = request.group if request.HasField("group") else None
         explained = self._cache.explain(request.hash, request.namespace, group, viewer.tenant)
-        return explain_response(explained, self._cache.uptime_s)
+        return await explain_response(explained, self._cache.uptime_s)
 
     def scrub(self, request: admin_pb2.ScrubRequest) -> admin_pb2.ScrubResponse:
         return admin_pb2.ScrubResponse(paths=self._cache.scrub())

@@ -1,19 +1,27 @@
-"""Admin.Explain: the core's verdict on one hash in words, and how namespaces differ. Pure functions."""
+"""Admin.Explain: the core's verdict on one hash in words, and how namespaces differ."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import islice, zip_longest
 
 from kvtier.v1 import admin_pb2, types_pb2
 
 from kvtierd.core.blocks.namespaces import NamespaceAbout
 from kvtierd.core.errors import Reason
-from kvtierd.core.maintenance.explain import BlockVerdict, Explained, Explanation, Place
+from kvtierd.core.maintenance.explain import (
+    ELSEWHERE_MAX,
+    BlockVerdict,
+    Explained,
+    Explanation,
+    Place,
+)
 from kvtierd.core.stimuli import GroupGeometry
+from kvtierd.rpc.fitting import as_many_as_fit
 from kvtierd.rpc.hello import NAMESPACE_PREFIX, identity_of
 
 DIFFERENCES_MAX = 16
 """Differences of two namespaces that are named; layouts of many planes differ in many places."""
-ELSEWHERE_MAX = 8
 SECRET = ("salt",)
 """Fields whose values are not shown."""
 
@@ -28,9 +36,14 @@ _WHY_ENDED = {
 }
 
 
-def explain_response(explained: Explained, uptime_s: float) -> admin_pb2.ExplainResponse:
+async def explain_response(explained: Explained, uptime_s: float) -> admin_pb2.ExplainResponse:
+    """The answer for people. It gives way to the event loop between two explanations."""
+    explanations = await as_many_as_fit(
+        explained.explanations, lambda each: explanation_message(each, explained.remembered_s or uptime_s)
+    )
     return admin_pb2.ExplainResponse(
-        explanations=[_explanation(each, explained, uptime_s) for each in explained.explanations],
+        explanations=explanations,
+        left_out=len(explained.explanations) - len(explanations),
         remembered_blocks=explained.remembered_blocks,
         remembered_s=explained.remembered_s or 0.0,
         uptime_s=uptime_s,
@@ -38,7 +51,8 @@ def explain_response(explained: Explained, uptime_s: float) -> admin_pb2.Explain
     )
 
 
-def _explanation(each: Explanation, explained: Explained, uptime_s: float) -> admin_pb2.Explanation:
+def explanation_message(each: Explanation, back_s: float) -> admin_pb2.Explanation:
+    """`back_s`: how far back what is remembered reaches."""
     place = each.place
     message = admin_pb2.Explanation(
         namespace_digest=place.namespace.hex(),
@@ -46,17 +60,16 @@ def _explanation(each: Explanation, explained: Explained, uptime_s: float) -> ad
         group=place.group,
         verdict=admin_pb2.Verdict.Value(f"VERDICT_{each.verdict.name}"),
         reason=types_pb2.Reason.ValueType(int(each.reason or 0)),
-        text=_text(each, explained, uptime_s) + _audited(each),
-        elsewhere=[_elsewhere(place, other) for other in each.elsewhere[:ELSEWHERE_MAX]],
+        text=_text(each, back_s) + _audited(each),
+        elsewhere=[_elsewhere(place, other) for other in each.elsewhere],
     )
     if each.age_s is not None:
         message.age_s = each.age_s
     return message
 
 
-def _text(each: Explanation, explained: Explained, uptime_s: float) -> str:
+def _text(each: Explanation, back_s: float) -> str:
     ago = "" if each.age_s is None else f" {each.age_s:.0f} s ago"
-    back_s = uptime_s if explained.remembered_s is None else explained.remembered_s
     match each.verdict:
         case BlockVerdict.READABLE if each.cut is not None:
             return (
@@ -116,50 +129,77 @@ def differences(mine: Place, other: Place) -> list[admin_pb2.Difference]:
     """The first few fields in which two places differ; empty if one of them is known by its digest only."""
     if mine.about is None or other.about is None:
         return []
-    here, there = dict(_facts(mine.group, mine.about)), dict(_facts(other.group, other.about))
-    names = [name for name in {**here, **there} if here.get(name, "") != there.get(name, "")]
+    sides = _compared(mine.group, mine.about, other.group, other.about)
+    unequal = ((name, here, there) for name, here, there in sides if here != there)
     return [
         admin_pb2.Difference(field=name)
         if name.removeprefix("namespace.") in SECRET
-        else admin_pb2.Difference(field=name, here=here.get(name, ""), there=there.get(name, ""))
-        for name in names[:DIFFERENCES_MAX]
+        else admin_pb2.Difference(field=name, here=here, there=there)
+        for name, here, there in islice(unequal, DIFFERENCES_MAX)
     ]
 
 
-def _facts(group: int, about: NamespaceAbout) -> Iterator[tuple[str, str]]:
-    """Everything that goes into a digest, by the names that clients know."""
-    yield "group", str(group)
-    yield "tenant", about.tenant
-    yield from _fields(about.fields)
-    yield "world_size", str(about.world_size)
-    yield "groups", str(len(about.groups))
-    for index, geometry in enumerate(about.groups):
-        yield from _layout(f"groups[{index}]", geometry)
-    for rank, fingerprint in enumerate(about.fingerprints):
-        yield f"layout of rank {rank}", fingerprint.hex()
+def _compared(
+    group: int, here: NamespaceAbout, other_group: int, there: NamespaceAbout
+) -> Iterator[tuple[str, str, str]]:
+    """What goes into digests, by the names that clients know, with the values of both sides; "" where one has
+    none. Parts that are long are left out where they are equal."""
+    yield "group", str(group), str(other_group)
+    yield "tenant", here.tenant, there.tenant
+    if here.fields != there.fields:
+        yield from _paired(_fields(here.fields), _fields(there.fields))
+    yield "world_size", str(here.world_size), str(there.world_size)
+    yield "groups", str(len(here.groups)), str(len(there.groups))
+    for index, (mine, other) in enumerate(zip_longest(here.groups, there.groups)):
+        if mine != other:
+            yield from _layouts(f"groups[{index}]", mine, other)
+    fingerprints = zip_longest(here.fingerprints, there.fingerprints, fillvalue=b"")
+    for rank, (own, others) in enumerate(fingerprints):
+        yield f"layout of rank {rank}", own.hex(), others.hex()
 
 
-def _layout(name: str, geometry: GroupGeometry) -> Iterator[tuple[str, str]]:
+def _layouts(
+    name: str, here: GroupGeometry | None, there: GroupGeometry | None
+) -> Iterator[tuple[str, str, str]]:
+    yield from _paired(dict(_layout(name, here)), dict(_layout(name, there)))
+    planes = zip_longest(here.planes if here else (), there.planes if there else (), fillvalue=("", ""))
+    for number, (mine, other) in enumerate(planes):
+        if mine != other:
+            yield f"{name}.planes[{number}].fragment_bytes", str(mine[0]), str(other[0])
+            yield f"{name}.planes[{number}].description", mine[1], other[1]
+
+
+def _layout(name: str, geometry: GroupGeometry | None) -> Iterator[tuple[str, str]]:
+    if geometry is None:
+        return
     yield f"{name}.kind", types_pb2.GroupKind.Name(types_pb2.GroupKind.ValueType(geometry.kind))
     yield f"{name}.block_tokens", str(geometry.block_tokens)
     yield f"{name}.window_tokens", str(geometry.window_tokens)
     yield f"{name}.replicated", str(geometry.replicated).lower()
     yield f"{name}.planes", str(len(geometry.planes))
-    for number, (fragment_bytes, description) in enumerate(geometry.planes):
-        yield f"{name}.planes[{number}].fragment_bytes", str(fragment_bytes)
-        yield f"{name}.planes[{number}].description", description
+
+
+def _paired(here: Mapping[str, str], there: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for name in {**here, **there}:
+        yield name, here.get(name, ""), there.get(name, "")
 
 
 def fields_of(about: NamespaceAbout) -> Iterator[tuple[str, str]]:
     """What engines have said about their namespace, by name, without secret fields."""
-    for name, value in _fields(about.fields):
+    for name, value in _fields(about.fields).items():
         field = name.removeprefix("namespace.")
         if field not in SECRET:
             yield field, value
 
 
-def _fields(data: bytes) -> Iterator[tuple[str, str]]:
-    """The fields of a namespace, read from the bytes that `hello.namespace_fields` wrote."""
+@lru_cache(maxsize=2 * ELSEWHERE_MAX)
+def _fields(data: bytes) -> Mapping[str, str]:
+    """The fields of a namespace by name, read from the bytes that `hello.namespace_fields` wrote. One answer
+    asks again and again for those of the same few namespaces."""
+    return dict(_read_fields(data))
+
+
+def _read_fields(data: bytes) -> Iterator[tuple[str, str]]:
     known = types_pb2.Namespace.DESCRIPTOR.fields_by_number
     offset = len(NAMESPACE_PREFIX)
     while offset < len(data):

@@ -1,6 +1,7 @@
 """A snapshot as Admin.Status reports it."""
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from kvtierd.core.maintenance.explain import PlaceStatus
 from kvtierd.core.status import InstanceStatus
 from kvtierd.rpc.authority import Viewer
 from kvtierd.rpc.explaining import fields_of
+from kvtierd.rpc.fitting import as_many_as_fit
 
 _Message = TypeVar("_Message", bound=Message)
 
@@ -30,10 +32,11 @@ class AboutDaemon:
     """The command line that started the daemon, quoted for a shell."""
 
 
-def status_response(about: AboutDaemon, snapshot: Snapshot, viewer: Viewer) -> admin_pb2.StatusResponse:
-    """The snapshot, with those engines that `viewer` may see. Everything else is about the whole daemon."""
+async def status_response(about: AboutDaemon, snapshot: Snapshot, viewer: Viewer) -> admin_pb2.StatusResponse:
+    """The snapshot, with those engines that `viewer` may see. Everything else is about the whole daemon. It
+    gives way to the event loop between two instances, whose settings may be many."""
     core, pool, integrity = snapshot.core, snapshot.pool, snapshot.core.integrity
-    return _message(
+    response = _message(
         admin_pb2.StatusResponse,
         about,
         snapshot,
@@ -58,13 +61,18 @@ def status_response(about: AboutDaemon, snapshot: Snapshot, viewer: Viewer) -> a
             found_after_restart=core.counters.corrupt_after_restart,
             found_in_sample=core.counters.corrupt_in_sample,
         ),
-        instances=[_instance(each, snapshot) for each in core.instances if viewer.sees(each.owner.tenant)],
+        instances=[],
         workers=[_message(admin_pb2.WorkerStatus, worker) for worker in snapshot.workers],
         disks=[
             _message(admin_pb2.DiskStatus, disk, disk.core, disk.core.counters) for disk in snapshot.disks
         ],
         counters=_message(admin_pb2.Counters, core.counters),
     )
+    for each in core.instances:
+        if viewer.sees(each.owner.tenant):
+            response.instances.append(_instance(each, snapshot))
+            await asyncio.sleep(0)
+    return response
 
 
 def _message(kind: type[_Message], *sources: object, **fields: Any) -> _Message:
@@ -112,7 +120,16 @@ def clear_response(cleared: Cleared) -> admin_pb2.ClearResponse:
     return _message(admin_pb2.ClearResponse, cleared.blocks, unsettled_paths=cleared.unsettled)
 
 
-def namespace_status(each: PlaceStatus) -> admin_pb2.NamespaceStatus:
+async def namespaces_response(found: Sequence[PlaceStatus]) -> admin_pb2.ListNamespacesResponse:
+    """The fields of a namespace, which may be long, are told with the first of its groups."""
+    first = {each.place.namespace: each for each in reversed(found)}
+    namespaces = await as_many_as_fit(
+        found, lambda each: _namespace_status(each, with_fields=first[each.place.namespace] is each)
+    )
+    return admin_pb2.ListNamespacesResponse(namespaces=namespaces, left_out=len(found) - len(namespaces))
+
+
+def _namespace_status(each: PlaceStatus, *, with_fields: bool) -> admin_pb2.NamespaceStatus:
     place, about = each.place, each.place.about
     message = admin_pb2.NamespaceStatus(
         namespace_digest=place.namespace.hex(),
@@ -128,6 +145,7 @@ def namespace_status(each: PlaceStatus) -> admin_pb2.NamespaceStatus:
         message.world_size = about.world_size
         message.hash_bytes = about.hash_bytes
         message.block_tokens = group.block_tokens
-        message.fields.extend(_settings(fields_of(about)))
+        if with_fields:
+            message.fields.extend(_settings(fields_of(about)))
         message.block_bytes = group.slot_bytes * (1 if group.replicated else about.world_size)
     return message

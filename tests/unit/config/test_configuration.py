@@ -124,6 +124,7 @@ def test_a_misspelt_variable_of_ours_is_refused_and_other_variables_are_not() ->
         ("server.heartbeat_interval_s", "9", "lease_ttl_s"),
         ("server.session_silence_s", "1", "heartbeat_interval_s"),
         ("server.message_bytes_max", "64KiB", "limits"),
+        ("server.message_bytes_max", "257MiB", "at most 256MiB"),
     ],
 )
 def test_a_bad_value_is_refused_with_field_value_source_and_advice(key: str, raw: str, advice: str) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.maintenance.explain import BlockVerdict, Explanation
-from kvtierd.core.stimuli import EndSession, PartOutcome, SlotsChecked, Tick
+from kvtierd.core.ids import WorkerId
+from kvtierd.core.maintenance.explain import ELSEWHERE_MAX, BlockVerdict, Explanation
+from kvtierd.core.stimuli import EndSession, PartOutcome, SessionReleased, SlotsChecked, Tick
 
 from tests.unit.core.host import Host, Instance, keys
 from tests.unit.core.recovering import digest_of, recovered
@@ -180,6 +182,56 @@ def test_a_hash_that_was_cut_is_told_how_long_those_are(host: Host, one: Instanc
     assert refused.value.message == (
         f"hash 'dead' has 2 bytes, and those of namespace {digest.hex()} have 32: give the whole hash"
     )
+
+
+def test_each_place_is_looked_at_once_however_many_there_are(make_host: Callable[..., Host]) -> None:
+    host = make_host(None, PoolGeometry(extents=1, extent_bytes=1 << 18, first_extent_offset=2 << 20))
+    engines = [host.instance(f"engine{n}", fields=b"%d" % n) for n in range(20)]
+    for engine in engines[5:]:
+        engine.stored(1)
+    blocks = host.machine.core.blocks
+    table, history = Counting(blocks.table), Counting(blocks.history)
+    blocks.table, blocks.history = table, history  # type: ignore[assignment]
+    found = host.machine.explain(key(1)).explanations
+    assert (table.calls["lookup"], history.calls["fates"]) == (20, 1)
+    assert [len(each.elsewhere) for each in found] == [ELSEWHERE_MAX] * 20
+    assert not any(each.place in each.elsewhere for each in found)
+
+
+class Counting:
+    """Passes everything on, and counts how often each name is asked for."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self._target, name)
+
+    def __len__(self) -> int:
+        return len(self._target)
+
+
+def test_places_where_the_block_is_known_come_first_then_those_in_use(host: Host) -> None:
+    left, known, used = (host.instance(name, fields=name.encode()) for name in ("left", "known", "used"))
+    left.stored(2)
+    known.stored(1)
+    digests = {each.name: each.namespace for each in host.machine.status().instances}
+    for gone in (known, left):
+        host.do(EndSession(gone.scheduler, "killed"))
+        assert isinstance(gone.worker, int)
+        host.do(SessionReleased(WorkerId(gone.worker), gone.scheduler))
+    found = [each.place.namespace for each in host.machine.explain(key(1)).explanations]
+    assert found == [digests[name] for name in ("known", "used", "left")]
+    assert used.scheduler in host.machine.core.sessions
+
+
+def test_namespaces_are_listed_by_how_they_begin(host: Host, one: Instance) -> None:
+    host.instance("other", fields=b"other")
+    first, second = (each.place.namespace for each in host.machine.namespaces())
+    assert [each.place.namespace for each in host.machine.namespaces(second.hex()[:9])] == [second]
+    assert first != second
 
 
 def test_nothing_changes_by_asking(host: Host, one: Instance) -> None:

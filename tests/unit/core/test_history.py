@@ -36,16 +36,16 @@ def test_the_latest_fate_of_the_latest_blocks_is_known(
     latest = {(space, key): memory for space, key, memory in kept}
     for space in range(3):
         for key in range(6):
-            assert history.latest(SpaceId(space), keys(key)) == latest.get((space, key))
+            assert history.fates(keys(key)).get(SpaceId(space)) == latest.get((space, key))
     assert history.oldest_at() == (kept[0][2].at if len(everything) > capacity else None)
 
 
 def test_one_space_for_a_whole_batch() -> None:
     history = History(3)
     history.remember(SpaceId(7), keys(1, 2, 3, 4), Fate.REFUSED, 5)
-    assert history.latest(SpaceId(7), keys(1)) is None
-    assert history.latest(SpaceId(7), keys(4)) == RememberedFate(Fate.REFUSED, None, 5)
-    assert history.latest(SpaceId(8), keys(4)) is None
+    assert history.fates(keys(1)).get(SpaceId(7)) is None
+    assert history.fates(keys(4)).get(SpaceId(7)) == RememberedFate(Fate.REFUSED, None, 5)
+    assert history.fates(keys(4)).get(SpaceId(8)) is None
 
 
 def test_hashes_that_begin_alike_are_told_apart() -> None:
@@ -54,4 +54,4 @@ def test_hashes_that_begin_alike_are_told_apart() -> None:
     alike[:, 31] = (1, 2)
     history.remember(SpaceId(0), alike[:1], Fate.EVICTED, 1)
     history.remember(SpaceId(0), alike[1:], Fate.CORRUPT, 2)
-    assert history.latest(SpaceId(0), alike[:1]) == RememberedFate(Fate.EVICTED, None, 1)
+    assert history.fates(alike[:1]).get(SpaceId(0)) == RememberedFate(Fate.EVICTED, None, 1)

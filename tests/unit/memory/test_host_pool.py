@@ -251,6 +251,25 @@ def test_space_that_runs_out_while_the_pool_is_made_is_told_and_remade_later(
         assert not pool.start.warm
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ENOMEM])
+def test_holes_that_cannot_be_filled_are_told_and_the_pool_is_kept(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    last = SIZE - MIB
+    subprocess.run(["fallocate", "-p", "-o", str(last), "-l", str(MIB), str(filled)], check=True)
+    before = filled.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr("kvtierd.memory.pool_file.os.posix_fallocate", full)
+        told = rf"pool.path {filled}: 1.0 MiB of the pool's 6.0 MiB have no memory.*Free as much in"
+        assert_refused(filled, told, PoolTooLarge)
+    assert filled.read_bytes() == before
+    with opened(filled) as pool:
+        assert pool.start.warm
+
+
 @pytest.mark.parametrize(
     ("size", "extent_bytes", "match"),
     [

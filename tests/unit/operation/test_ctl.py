@@ -1,5 +1,6 @@
 """`kvtierctl status`, for people and for programs."""
 
+import asyncio
 import json
 import socket
 from pathlib import Path
@@ -12,7 +13,7 @@ from kvtierd.ctl import clear as ctl_clear
 from kvtierd.ctl import commands as ctl
 from kvtierd.ctl import text as ctl_text
 from kvtierd.ctl.explanation import block_sizes, explained, relevance
-from kvtierd.ctl.lists import engines
+from kvtierd.ctl.lists import engines, namespaces
 from kvtierd.ctl.status import page
 from kvtierd.ctl.terminal import plain
 from kvtierd.rpc.authority import Viewer
@@ -24,7 +25,7 @@ from tests.unit.operation.snapshots import GPU, busy_snapshot
 @pytest.fixture
 def status() -> admin_pb2.StatusResponse:
     about = AboutDaemon("1.2", 4242, "/run/k.sock", "http://127.0.0.1:9470/metrics")
-    return status_response(about, busy_snapshot(), Viewer("a test", None))
+    return asyncio.run(status_response(about, busy_snapshot(), Viewer("a test", None)))
 
 
 def test_the_answer_holds_everything_the_contract_names(status: admin_pb2.StatusResponse) -> None:
@@ -260,6 +261,11 @@ class TestExplain:
         assert lines[-1].startswith("not known in 2 groups of namespaces that no attached engine uses")
         assert plain(explained([response])).count("namespace ") == 4
 
+    def test_what_did_not_fit_into_the_answer_is_counted(self) -> None:
+        shown = admin_pb2.Explanation(namespace_digest="aa", verdict=admin_pb2.VERDICT_READABLE, text="yes")
+        response = admin_pb2.ExplainResponse(explanations=[shown], left_out=7)
+        assert plain(explained([response])).splitlines()[-1].startswith("7 more groups did not fit into")
+
     def test_a_prompt_is_summed_up_and_neighbours_of_one_fate_are_one_entry(self) -> None:
         def block(fate: str, text: str) -> admin_pb2.ExplainResponse:
             verdict = admin_pb2.Verdict.Value(f"VERDICT_{fate}")
@@ -319,6 +325,23 @@ class TestExplain:
         assert (result.exit_code, "'not'" in result.stderr) == (2, True)
 
 
+class TestNamespaces:
+    def test_groups_of_a_namespace_are_one_table_and_what_did_not_fit_is_counted(self) -> None:
+        named = [("aa", 0), ("bb", 0), ("aa", 1)]
+        there = [admin_pb2.NamespaceStatus(namespace_digest=digest, group=group) for digest, group in named]
+        found = admin_pb2.ListNamespacesResponse(namespaces=there)
+        whole = plain(namespaces(found, "", False))
+        assert (whole.count("namespace aa"), whole.count("namespace bb")) == (1, 1)
+        assert "did not fit" not in whole
+        found.left_out = 1
+        assert "1 older group did not fit into the daemon's answer" in plain(namespaces(found, "", False))
+
+    def test_none_that_begins_so_is_told_apart_from_none_at_all(self) -> None:
+        nothing = admin_pb2.ListNamespacesResponse()
+        assert "begins with 'aa'" in plain(namespaces(nothing, "aa", False))
+        assert plain(namespaces(nothing, "", False)).startswith("no engine has attached yet")
+
+
 class TestClear:
     def test_people_are_told_what_goes_before_and_what_stays_afterwards(self) -> None:
         found = admin_pb2.ListNamespacesResponse(
@@ -328,9 +351,12 @@ class TestClear:
                 admin_pb2.NamespaceStatus(namespace_digest="bb22", host_blocks=7, disk_blocks=1),
             ]
         )
-        one, every = ctl_clear.question(found, "aa"), ctl_clear.question(found, "")
+        of_one = admin_pb2.ListNamespacesResponse(namespaces=found.namespaces[:2])
+        one, every = ctl_clear.question(of_one, "aa"), ctl_clear.question(found, "")
         assert one == "Drop 1,500 blocks in memory and 3 blocks on disks, of namespace aa11?"
         assert every == "Drop 1,507 blocks in memory and 4 blocks on disks, of all namespaces (2)?"
+        found.left_out = 3
+        assert "and 3 more groups, whose blocks are not counted here?" in ctl_clear.question(found, "")
         answer = admin_pb2.ClearResponse(
             cleared_blocks=1_490,
             host_bytes=1 << 20,

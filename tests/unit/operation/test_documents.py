@@ -199,7 +199,7 @@ def test_the_page_of_the_connector_has_its_settings_with_their_defaults() -> Non
     said = {name: default.strip("`") for names, default in rows for name in re.findall(r"`(\w+)`", names)}
     fields = {field.name: field.default for field in dataclasses.fields(ConnectorConfig)}
     assert set(said) == set(fields)
-    found_out = {"socket", "tenant", "salt", "weights_revision", "prefill_tokens_per_s"}
+    found_out = {"socket", "tenant", "salt", "salt_file", "weights_revision", "prefill_tokens_per_s"}
     for name in set(fields) - found_out:
         default = fields[name]
         shown = {True: "true", False: "false"}[default] if isinstance(default, bool) else default

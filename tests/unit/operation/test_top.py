@@ -1,5 +1,6 @@
 """The page of `kvtierctl top`: what happened between two statuses, the history, at 80 and at 200 columns."""
 
+import asyncio
 import copy
 
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.operation.snapshots import busy_snapshot
 @pytest.fixture
 def status() -> admin_pb2.StatusResponse:
     about = AboutDaemon("1.2", 4242, "/run/k.sock", "http://127.0.0.1:9470/metrics")
-    return status_response(about, busy_snapshot(), Viewer("a test", None))
+    return asyncio.run(status_response(about, busy_snapshot(), Viewer("a test", None)))
 
 
 def later(status: admin_pb2.StatusResponse, **grown: int) -> admin_pb2.StatusResponse:

@@ -78,23 +78,26 @@ class History:
         self._notes[places] = note
         self._next = int(places[-1]) + 1
 
-    def latest(self, space: SpaceId, key: Hashes) -> RememberedFate | None:
-        """What last became of one block, whose `key` has shape (1, 32); None if nothing is remembered of it.
-        It reads everything, so it is for people's questions and not for requests."""
-        used = len(self)
+    def fates(self, key: Hashes) -> dict[SpaceId, RememberedFate]:
+        """What last became of the blocks of one hash, by space; `key` has shape (1, 32). It reads everything,
+        so it is for people's questions and not for requests."""
+        words = self._hashes.view(np.uint64)
         wanted = key.view(np.uint64)[0]
-        found = np.flatnonzero(self._hashes.view(np.uint64)[:used, 0] == wanted[0])
-        found = found[self._spaces[found] == space]
-        found = found[(self._hashes.view(np.uint64)[found] == wanted).all(axis=1)]
-        if len(found) == 0:
-            return None
-        age = (self._next - 1 - found) % self.capacity
-        note = int(self._notes[found[np.argmin(age)]])
-        reason = note & 0xFF
-        return RememberedFate(Fate(note >> 8 & 0xFF), Reason(reason) if reason else None, note >> 16)
+        found = np.flatnonzero(words[: len(self), 0] == wanted[0])
+        found = found[(words[found] == wanted).all(axis=1)]
+        oldest_first = found[np.argsort((found - self._next) % self.capacity)]
+        latest = dict(
+            zip(self._spaces[oldest_first].tolist(), self._notes[oldest_first].tolist(), strict=True)
+        )
+        return {SpaceId(space): _remembered(note) for space, note in latest.items()}
 
     def oldest_at(self) -> int | None:
         """When the oldest block that is remembered went; None if nothing was ever forgotten."""
         if self.total <= self.capacity:
             return None
         return int(self._notes[self._next % self.capacity]) >> 16
+
+
+def _remembered(note: int) -> RememberedFate:
+    reason = note & 0xFF
+    return RememberedFate(Fate(note >> 8 & 0xFF), Reason(reason) if reason else None, note >> 16)

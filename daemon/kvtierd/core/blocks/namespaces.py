@@ -10,8 +10,8 @@ from kvtierd.core.stimuli import GroupGeometry
 
 DIGEST_BYTES = 16
 TAG_BYTES = 4
-"""A namespace's digest begins with its tenant's tag, so that blocks of an earlier daemon count as their
-tenant's."""
+"""A namespace's digest ends with its tenant's tag, so that blocks of an earlier daemon count as their
+tenant's. It begins otherwise, because people name a namespace by how its digest begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def tag_of(tenant: str) -> TenantTag:
 
 def tag_in(digest: NamespaceDigest) -> TenantTag:
     """The tag of the tenant that a namespace belongs to."""
-    return TenantTag(int.from_bytes(digest[:TAG_BYTES], "big"))
+    return TenantTag(int.from_bytes(digest[-TAG_BYTES:], "big"))
 
 
 def layout_fingerprint(groups: Sequence[GroupGeometry]) -> Fingerprint:
@@ -78,4 +78,4 @@ def namespace_digest(
     for fingerprint in fingerprints:
         digest.update(fingerprint)
     tag = tag_of(tenant).to_bytes(TAG_BYTES, "big")
-    return NamespaceDigest(tag + digest.digest()[: DIGEST_BYTES - TAG_BYTES])
+    return NamespaceDigest(digest.digest()[: DIGEST_BYTES - TAG_BYTES] + tag)

@@ -4,10 +4,12 @@ namespaces.
 These are people's questions; nothing here changes anything.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from enum import Enum
+from itertools import islice, takewhile
+from typing import Self
 
 import numpy as np
 
@@ -23,8 +25,10 @@ from kvtierd.core.state.entities import LeaseCut
 
 SPACES_MAX = 1_024
 """How many spaces one question searches, the youngest first."""
+ELSEWHERE_MAX = 8
+"""How many other places of a block one explanation names."""
 COMPARED_MAX = 64
-"""How many namespaces, and characters, are compared with one that there is not: it takes milliseconds."""
+"""How many namespaces, and characters of their names, are compared with one that there is not."""
 NAMED_MAX = 4
 """How many namespaces a refusal names."""
 
@@ -80,7 +84,8 @@ class Explanation:
     reason: Reason | None
     """Why the block's store ended."""
     elsewhere: tuple[Place, ...]
-    """Places where a block of this hash is readable, on a disk, or being written now."""
+    """The first `ELSEWHERE_MAX` other places where a block of this hash is readable, on a disk, or being
+    written now."""
     cut: LeaseCut | None = None
     """The latest lookup in this place that found more than it could lease, of an instance that still lives: a
     readable block may have been among those that were not leased. `at` is in seconds ago."""
@@ -91,6 +96,7 @@ class Explanation:
 @dataclass(frozen=True, slots=True)
 class Explained:
     explanations: tuple[Explanation, ...]
+    """First those of places in which the block is or was known, then those of places that instances use."""
     remembered_blocks: int
     remembered_s: float | None
     """How far back the memory reaches; None if it reaches back to the start."""
@@ -131,22 +137,16 @@ def explain(
             field="hash",
             value=len(key),
         )
-    there = [
-        (place, space)
-        for place, space in places
-        if _state(core, space, row) in (_WRITING, _READY) or _is_on_disk(core, space, row)
-    ]
+    block = _Block.find(core, places, row)
     history = core.blocks.history
     oldest = history.oldest_at()
+    explanations = [
+        _explain(core, place, space, block, now)
+        for place, space in fitting
+        if group is None or place.group == group
+    ]
     return Explained(
-        tuple(
-            _explain(core, place, space, row, tuple(p for p, s in there if s != space), now)
-            for place, space in fitting
-            if group is None or place.group == group
-        ),
-        len(history),
-        _ago(now, oldest),
-        known,
+        tuple(sorted(explanations, key=_relevance(core))), len(history), _ago(now, oldest), known
     )
 
 
@@ -158,9 +158,12 @@ def no_such(core: CoreState, wanted: str, tenant: str | None = None) -> str:
     if not known:
         return "no engine has attached since the daemon started, and nothing is stored: no namespace is known"
 
+    compared = SequenceMatcher(None, "", wanted[:COMPARED_MAX].lower())
+
     def likeness(digest: str) -> float:
-        names = (digest[: len(wanted)], known[digest].lower())
-        return max(SequenceMatcher(None, name, wanted[:COMPARED_MAX]).ratio() for name in names)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(digest, wanted, strict=False)))
+        compared.set_seq1(known[digest][:COMPARED_MAX].lower())
+        return max(alike / len(wanted), compared.quick_ratio())  # `ratio` may take a second for all of them
 
     nearest = sorted(list(known)[:COMPARED_MAX], key=likeness, reverse=True)[:NAMED_MAX]
     named = ", ".join(f"{digest} ({known[digest] or 'of an earlier daemon'})" for digest in nearest)
@@ -170,29 +173,62 @@ def no_such(core: CoreState, wanted: str, tenant: str | None = None) -> str:
     )
 
 
-_WRITING, _READY = int(BlockState.WRITING), int(BlockState.READY)
+_STORED = (int(BlockState.WRITING), int(BlockState.READY))
 
 
-def _explain(
-    core: CoreState, place: Place, space: SpaceId, row: Hashes, elsewhere: tuple[Place, ...], now: int
-) -> Explanation:
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What is known of one block, in all places. Each table and the memory are read once."""
+
+    states: Mapping[SpaceId, int]
+    """Its state on the host, where it is there in any."""
+    on_disk: Collection[SpaceId]
+    """Where only a disk has it readable."""
+    fates: Mapping[SpaceId, RememberedFate]
+    cuts: Mapping[SpaceId, LeaseCut]
+    """The latest lookup in each space that found more than it could lease, whatever it asked for."""
+    stored: Sequence[Place]
+    """Some of the places where it is readable, on a disk, or being written: enough for every explanation."""
+
+    @classmethod
+    def find(cls, core: CoreState, places: Iterable[tuple[Place, SpaceId]], row: Hashes) -> Self:
+        states: dict[SpaceId, int] = {}
+        on_disk: set[SpaceId] = set()
+        stored: list[Place] = []
+        for place, space in places:
+            entries, found = core.blocks.table.lookup(space, row)
+            if entries[0] != NO_ENTRY:
+                states[space] = int(found[0])
+            if states.get(space) not in _STORED:
+                if core.disks.find(space, row)[0] == NO_ENTRY:
+                    continue
+                on_disk.add(space)
+            if len(stored) <= ELSEWHERE_MAX:
+                stored.append(place)
+        return cls(states, on_disk, core.blocks.history.fates(row), _latest_cuts(core), stored)
+
+    def elsewhere(self, place: Place) -> tuple[Place, ...]:
+        return tuple(other for other in self.stored if other is not place)[:ELSEWHERE_MAX]
+
+
+def _explain(core: CoreState, place: Place, space: SpaceId, block: _Block, now: int) -> Explanation:
+    explanation = _of_block(place, space, block, now)
     found = core.mismatches.latest(place.namespace)
-    if found is not None:
-        found = replace(found, at=(now - found.at) // STAMPS_PER_S)
-    return replace(_of_block(core, place, space, row, elsewhere, now), mismatch=found)
+    if found is None:
+        return explanation
+    return replace(explanation, mismatch=replace(found, at=(now - found.at) // STAMPS_PER_S))
 
 
-def _of_block(
-    core: CoreState, place: Place, space: SpaceId, row: Hashes, elsewhere: tuple[Place, ...], now: int
-) -> Explanation:
-    past: RememberedFate | None = core.blocks.history.latest(space, row)
-    state = _state(core, space, row)
-    if state:
+def _of_block(place: Place, space: SpaceId, block: _Block, now: int) -> Explanation:
+    past, state, elsewhere = block.fates.get(space), block.states.get(space), block.elsewhere(place)
+    if state is not None:
         verdict = _OF_STATE[BlockState(state)]
         since = past.at if past is not None and verdict is BlockVerdict.CORRUPT else None
-        cut = _latest_cut(core, space, now) if verdict is BlockVerdict.READABLE else None
+        cut = block.cuts.get(space) if verdict is BlockVerdict.READABLE else None
+        if cut is not None:
+            cut = replace(cut, at=(now - cut.at) // STAMPS_PER_S)
         return Explanation(place, verdict, _ago(now, since), None, elsewhere, cut)
-    if _is_on_disk(core, space, row):
+    if space in block.on_disk:
         return Explanation(place, BlockVerdict.ON_DISK, None, None, elsewhere)
     if past is not None:
         return Explanation(place, BlockVerdict[past.fate.name], _ago(now, past.at), past.reason, elsewhere)
@@ -200,24 +236,29 @@ def _of_block(
     return Explanation(place, verdict, None, None, elsewhere)
 
 
-def _latest_cut(core: CoreState, space: SpaceId, now: int) -> LeaseCut | None:
-    plans = [plan for instance in core.instances.values() for plan in instance.plans]
-    cuts = [plan.cut for plan in plans if plan.space == space and plan.cut is not None]
-    latest = max(cuts, key=lambda cut: cut.at, default=None)
-    return None if latest is None else replace(latest, at=(now - latest.at) // STAMPS_PER_S)
+def _relevance(core: CoreState) -> Callable[[Explanation], int]:
+    ids, users = core.blocks.spaces.ids, core.blocks.spaces.users
+
+    def relevance(each: Explanation) -> int:
+        if each.verdict not in (BlockVerdict.ELSEWHERE, BlockVerdict.NEVER_STORED):
+            return 0
+        return 1 if ids[each.place.namespace, each.place.group] in users else 2
+
+    return relevance
+
+
+def _latest_cuts(core: CoreState) -> dict[SpaceId, LeaseCut]:
+    cuts: dict[SpaceId, LeaseCut] = {}
+    for instance in core.instances.values():
+        for plan in instance.plans:
+            cut = plan.cut
+            if cut is not None and (plan.space not in cuts or cuts[plan.space].at < cut.at):
+                cuts[plan.space] = cut
+    return cuts
 
 
 def _ago(now: int, at: int | None) -> float | None:
     return None if at is None else max(0, now - at) / STAMPS_PER_S
-
-
-def _state(core: CoreState, space: SpaceId, row: Hashes) -> int:
-    entries, states = core.blocks.table.lookup(space, row)
-    return int(states[0]) if entries[0] != NO_ENTRY else 0
-
-
-def _is_on_disk(core: CoreState, space: SpaceId, row: Hashes) -> bool:
-    return bool(core.disks.find(space, row)[0] != NO_ENTRY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +272,9 @@ class PlaceStatus:
     """Instances that use it now."""
 
 
-def places(core: CoreState, tenant: str | None = None) -> tuple[PlaceStatus, ...]:
-    """The latest namespaces that are used or have blocks, latest first; with `tenant`, only its own."""
+def places(core: CoreState, namespace: str, tenant: str | None = None) -> tuple[PlaceStatus, ...]:
+    """The latest namespaces that are used or have blocks, latest first: those whose hexadecimal digest begins
+    with `namespace`, and, with `tenant`, that are its own."""
     users: dict[SpaceId, list[str]] = {}
     for instance in core.instances.values():
         if not instance.over:
@@ -247,12 +289,13 @@ def places(core: CoreState, tenant: str | None = None) -> tuple[PlaceStatus, ...
             tuple(sorted(users.get(space, ()))),
         )
         for place, space in _places(core, tenant)
+        if place.namespace.hex().startswith(namespace)
     )
 
 
 def _places(core: CoreState, tenant: str | None) -> Iterator[tuple[Place, SpaceId]]:
     spaces = core.blocks.spaces
-    for (digest, group), space in list(spaces.ids.items())[: -SPACES_MAX - 1 : -1]:
+    for (digest, group), space in islice(reversed(spaces.ids.items()), SPACES_MAX):
         about = spaces.about.get(digest)
         if tenant is None or (about is not None and about.tenant == tenant):
             yield Place(digest, group, about), space
