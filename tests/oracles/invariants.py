@@ -307,6 +307,11 @@ def _check_lease_room(core: CoreState) -> None:
         of_tenant[instance.held.tenant] += instance.held.bytes
     assert room._held_bytes == +of_tenant, "what a tenant holds is miscounted"
     here = Counter(tag_of(each.owner.tenant) for each in core.instances.values() if not each.over)
+    under_way: Counter[str] = Counter(each.instance.owner.tenant for each in core.transfers.values())
+    assert {tenant: each.transfers for tenant, each in core.under_way.items() if each.transfers} == under_way
+    assert sum(each.blocks for each in core.under_way.values()) == sum(
+        transfer.keys for transfer in core.transfers.values()
+    )
     assert core.tenants._here == here, "the tenants that are here are miscounted"
     assert (room.all.counts.of(everybody) == everything).all(), "held blocks are miscounted"
     held = np.flatnonzero(everything).astype(np.uint32)

@@ -170,10 +170,9 @@ def test_operators_can_be_named(start: Start) -> None:
 
 def test_engines_cannot_lock_operators_out(start: Start, connect: As) -> None:
     daemon = start(server__sessions_max=4)
-    for _ in range(4):
-        connect(VICTIM).side.open()
-    one_more = connect(VICTIM)
-    answer, _ = one_more.side.receive()
+    for uid in (VICTIM, VICTIM, ATTACKER, ATTACKER + 1):
+        connect(uid).side.open()
+    answer, _ = connect(ATTACKER + 2).side.receive()
     assert answer.error.reason == types_pb2.REASON_QUEUE_FULL
     assert kvtierctl(0, daemon.socket, "drain").returncode == 0
     assert kvtierctl(0, daemon.socket, "resume").returncode == 0

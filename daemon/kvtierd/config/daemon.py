@@ -157,6 +157,12 @@ class LimitsConfig:
         _CORE.transfer_blocks_max, partial(s.count, most=8_192), "Blocks in one store or load."
     )
     transfers_max: int = s.setting(_CORE.transfers_max, s.count, "Transfers in flight per instance.")
+    tenant_transfers_max: int = s.setting(
+        _CORE.tenant_transfers_max, s.count, "Transfers in flight per tenant, of all its instances."
+    )
+    tenant_blocks_max: int = s.setting(
+        _CORE.tenant_blocks_max, s.count, "Blocks in these transfers; 16 bytes each in a copy worker."
+    )
     leases_max: int = s.setting(_CORE.leases_max, s.count, "Leases at once per instance.")
     leased_fraction_max: float = s.setting(
         _CORE.leased_fraction_max,

@@ -463,6 +463,10 @@ class CoreLimits:
     transfer_blocks_max: int = 8_192
     transfers_max: int = 1_024
     """Transfers in flight, for each instance."""
+    tenant_transfers_max: int = 4_096
+    """Transfers in flight, for all instances of a tenant together."""
+    tenant_blocks_max: int = 1 << 20
+    """Blocks of these transfers. A copy worker keeps 16 bytes of each."""
     leases_max: int = 8_192
     """Leases held at once, for each instance."""
     leased_fraction_max: float = 0.95

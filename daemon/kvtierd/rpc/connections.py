@@ -10,6 +10,7 @@ import itertools
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,6 +29,9 @@ TOKEN_BYTES = 16
 OPERATORS_MAX = 16
 """Operators may have so many connections besides `sessions_max`, to ask Admin: no session attaches on
 them."""
+
+SHARE = 8
+"""How many times what is free a tenant may have of the sessions."""
 
 log = logger(__name__)
 
@@ -72,8 +76,10 @@ class Connections:
         sessions_max: int,
         hello_deadline_s: float,
         silence_s: float,
+        shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`shared`: users besides the daemon's own and root may connect."""
         self._cache = cache
         self.boot_nonce = cache.boot_nonce
         self._sessions_max = sessions_max
@@ -81,6 +87,8 @@ class Connections:
         self.silence_s = silence_s
         self._clock = clock
         self._by_token: dict[bytes, Connection] = {}
+        self._of_tenant: Counter[str] = Counter()
+        self._shared = shared
         self._ids = itertools.count(1)
         self._closing = False
         self._engines = EnginesMet(clock)
@@ -92,22 +100,30 @@ class Connections:
         """A new session of a process that has just connected; takes over `peer.pidfd`. Raises Refusal."""
         if self._closing:
             raise Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
-        spare = len(self._by_token) - self._sessions_max
-        if spare >= (OPERATORS_MAX if peer.operator else 0):
-            raise self._full()
+        left = self._is_left_for(peer.tenant)
+        if not left and not (peer.operator and len(self._by_token) < self._sessions_max + OPERATORS_MAX):
+            raise self._full(peer)
         now = self._clock()
         token = secrets.token_bytes(TOKEN_BYTES)
-        connection = Connection(SessionId(next(self._ids)), token, peer, now, now, spare=spare >= 0)
+        connection = Connection(SessionId(next(self._ids)), token, peer, now, now, spare=not left)
         self._by_token[connection.token] = connection
+        self._of_tenant[peer.tenant] += 1
         asyncio.get_running_loop().add_reader(
             peer.pidfd, self.end, connection, Refusal(Reason.EPOCH_ENDED, "its process has died")
         )
         return connection
 
-    def _full(self) -> Refusal:
+    def _is_left_for(self, tenant: str) -> bool:
+        """Whether a tenant may have another session. Where several may come, each leaves some for others: it
+        has no more than `SHARE` times what is free."""
+        own, free = self._of_tenant[tenant], self._sessions_max - len(self._by_token)
+        return free > 0 and (not self._shared or own == 0 or own < SHARE * (free - 1))
+
+    def _full(self, peer: PeerProcess) -> Refusal:
         return Refusal(
             Reason.QUEUE_FULL,
-            f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max)",
+            f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max); tenant "
+            f"{peer.tenant!r} has {self._of_tenant[peer.tenant]} of them, and none is left for it",
         )
 
     def by_token(self, token: bytes) -> Connection:
@@ -131,7 +147,7 @@ class Connections:
         if connection.greeting is not None:
             raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")
         if connection.spare:
-            raise self._full()
+            raise self._full(connection.peer)
         attach = greeting.attach
         names = {
             SessionRole.SCHEDULER: "scheduler",
@@ -174,6 +190,7 @@ class Connections:
             return
         connection.ended = why
         del self._by_token[connection.token]
+        self._of_tenant[connection.peer.tenant] -= 1
         asyncio.get_running_loop().remove_reader(connection.peer.pidfd)
         os.close(connection.peer.pidfd)
         if connection.greeting is not None:

@@ -282,6 +282,7 @@ class _Daemon:
             sessions_max=config.server.sessions_max,
             hello_deadline_s=config.server.hello_deadline_s,
             silence_s=config.server.session_silence_s,
+            shared=self._rules.gid is not None,
             clock=clock,
         )
         metrics_url = self._serve_metrics(metrics, cache, stack)

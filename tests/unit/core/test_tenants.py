@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from kvtier_kernels import BlockTable as NativeTable
 from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.blocks.tenants import TenantShare, TierShares
+from kvtierd.core.errors import Reason
 from kvtierd.core.ids import TenantTag
-from kvtierd.core.stimuli import EndSession, Owner, Recovered, RecoveredExtent
+from kvtierd.core.stimuli import CoreLimits, EndSession, Owner, Recovered, RecoveredExtent
 
 from tests.unit.core.host import GEOMETRY, Host, Instance, keys, released
 
@@ -175,6 +176,23 @@ class TestLeases:
     def test_what_is_reserved_cannot_be_leased_by_others(self) -> None:
         host = Host(NativeTable, shares={"b": TenantShare(0.75)})
         assert self.leases(host, A, 1) < FULL // 4 + 1
+
+
+class TestUnderWay:
+    def test_the_engines_of_a_tenant_share_what_may_be_under_way(self) -> None:
+        host = Host(NativeTable, CoreLimits(tenant_transfers_max=3, tenant_blocks_max=8))
+        one, more, other = engine(host, A), engine(host, A, "more"), engine(host, B)
+        running = [one.store(1), one.store(2), more.store(3)]
+        refusal = host.refused(more.store_of(4))
+        assert (refusal.reason, refusal.field) == (Reason.QUEUE_FULL, "block_ids")
+        assert "tenant 'a'" in refusal.message
+        other.stored(4)
+        running.pop().finish()
+        assert host.refused(more.store_of(*range(10, 17))).reason is Reason.QUEUE_FULL, "2 + 7 blocks"
+        more.stored(*range(10, 16))
+        for each in running:
+            each.finish()
+        assert not host.machine.core.under_way
 
 
 @settings(deadline=None, max_examples=60)

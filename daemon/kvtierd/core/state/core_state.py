@@ -1,6 +1,7 @@
 """Everything that the core knows besides blocks, in one place that its packages share."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
@@ -24,6 +25,24 @@ from kvtierd.core.stimuli import CoreDisks, CoreLimits, Owner
 
 Clock = Callable[[], float]
 """Returns monotonic seconds."""
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """Transfers that have not ended."""
+
+    transfers: int = 0
+    blocks: int = 0
+
+    def add(self, blocks: int) -> None:
+        self.transfers += 1
+        self.blocks += blocks
+
+    def remove(self, blocks: int) -> bool:
+        """Undoes an `add`. True if none is left."""
+        self.transfers -= 1
+        self.blocks -= blocks
+        return self.transfers == 0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +77,8 @@ class CoreState:
     leases: dict[LeaseId, entities.LeaseGrant] = field(default_factory=dict)
     transfers: dict[TransferNumber, entities.TransferJob] = field(default_factory=dict)
     """Transfers that are ACTIVE or CLOSING."""
+    under_way: defaultdict[str, UnderWay] = field(default_factory=lambda: defaultdict(UnderWay))
+    """How much of the transfers is of each tenant."""
     deadlines: dict[TransferNumber, entities.TransferJob] = field(default_factory=dict)
     """Those of the transfers that have not been asked to end, oldest first."""
     parts: dict[PartId, entities.TransferPart] = field(default_factory=dict)

@@ -113,6 +113,8 @@ class Fencing:
         )
         del core.transfers[transfer.transfer], instance.transfers[transfer.ticket]
         core.deadlines.pop(transfer.transfer, None)
+        if core.under_way[instance.owner.tenant].remove(transfer.keys):
+            del core.under_way[instance.owner.tenant]
         instance.words_in_use.discard(transfer.part_word)
         if whole:
             core.step(transfer, Event.DONE)

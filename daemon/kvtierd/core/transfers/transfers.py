@@ -229,6 +229,21 @@ class Transfers:
                 field="signals.ticket",
                 value=stimulus.signals.ticket,
             )
+        under_way = core.under_way[instance.owner.tenant]
+        blocks = len(stimulus.block_ids)
+        if (
+            under_way.transfers >= core.limits.tenant_transfers_max
+            or under_way.blocks + blocks > core.limits.tenant_blocks_max
+        ):
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"the engines of tenant {instance.owner.tenant!r} have {under_way.transfers:,} transfers of "
+                f"{under_way.blocks:,} blocks in flight, and {core.limits.tenant_transfers_max:,} of "
+                f"{core.limits.tenant_blocks_max:,} are possible: wait for some to end "
+                "(limits.tenant_transfers_max, limits.tenant_blocks_max)",
+                field="block_ids",
+                value=blocks,
+            )
         return instance, plan
 
     @staticmethod
@@ -312,6 +327,7 @@ class Transfers:
             existing_positions=_NO_POSITIONS,
         )
         core.transfers[transfer.transfer] = transfer
+        core.under_way[instance.owner.tenant].add(keys)
         core.deadlines[transfer.transfer] = transfer
         instance.transfers[signals.ticket] = transfer
         instance.words_in_use.add(signals.part_word)
