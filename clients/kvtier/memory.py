@@ -20,6 +20,12 @@ from kvtier.v1 import side_pb2
 
 CPU = "cpu"
 
+MADV_POPULATE_WRITE = 23
+"""For madvise: allocates pages as if each were written to, and keeps their content. Python has no name for it
+before 3.14."""
+POPULATE_BYTES = 64 << 20
+"""Allocated in one call, which holds the interpreter's lock: about 20 ms."""
+
 
 class Shareable(Protocol):
     """Host memory that another process can map: a memfd sealed against shrinking. `SharedBuffer` is one."""
@@ -28,8 +34,29 @@ class Shareable(Protocol):
     def size_bytes(self) -> int:
         """Bytes to map, from the start of the descriptor."""
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its owner allocates blocks only while they are copied. Otherwise all of it is allocated."""
+
     def fileno(self) -> int:
         """Returns the descriptor, which stays open as long as the client that was given it."""
+
+
+def populate(mapping: mmap.mmap, first: int, end: int, field: str = "size_bytes") -> None:
+    """Allocates the pages of a shared mapping from byte `first`, where a page begins, to `end`. Their content
+    stays. Only what is allocated can be copied by the daemon, which takes no memory for others.
+
+    Raises OSError without memory, with `field` and the bytes in its message.
+    """
+    try:
+        for offset in range(first, end, POPULATE_BYTES):
+            mapping.madvise(MADV_POPULATE_WRITE, offset, min(POPULATE_BYTES, end - offset))
+    except OSError as error:
+        message = (
+            f"{field}={end - first}: no memory for so many bytes ({error.strerror}): "
+            "share less, or give this process more, such as by the memory limit of its container"
+        )
+        raise OSError(error.errno, message) from error
 
 
 class SharedBuffer:
@@ -37,21 +64,27 @@ class SharedBuffer:
     maps it.
 
     The descriptor is close-on-exec and belongs to this object; close it after the clients that were given it.
-    The system provides the memory page by page, when a page is first touched.
     """
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, sparse: bool) -> None:
         """Use `create`."""
         self._fd = fd
         self._size_bytes = size_bytes
+        self._sparse = sparse
         self._mapping: mmap.mmap | None = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
         self._array: npt.NDArray[np.uint8] | None = np.frombuffer(self._mapping, np.uint8)
         self._kept = False
 
     @classmethod
-    def create(cls, size_bytes: int, name: str = "kvtier") -> Self:
-        """Makes a buffer of `size_bytes` zeros, which must be more than 0. `name` is shown in /proc/PID/maps.
-        Raises KvtierError for a size of 0 or less, and OSError if there is no memory."""
+    def create(cls, size_bytes: int, name: str = "kvtier", *, sparse: bool = False) -> Self:
+        """Makes a buffer of `size_bytes` zeros, which must be more than 0, and allocates it: this process
+        pays for memory that it shares, and not the daemon. `name` is shown in /proc/PID/maps.
+
+        A `sparse` buffer begins without memory. Then `populate` blocks, or write to them, before they are
+        stored or loaded, or the transfer fails.
+
+        Raises KvtierError for a size of 0 or less, and OSError if there is no memory.
+        """
         if size_bytes <= 0:
             raise KvtierError(
                 Reason.MAPPING_INVALID, "must be more than 0", field="size_bytes", value=size_bytes
@@ -60,15 +93,27 @@ class SharedBuffer:
         try:
             os.ftruncate(fd, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            return cls(fd, size_bytes)
+            buffer = cls(fd, size_bytes, sparse=sparse)
         except OSError:
             os.close(fd)
             raise
+        if not sparse:
+            try:
+                buffer.populate(0, size_bytes)
+            except OSError:
+                buffer.close()
+                raise
+        return buffer
 
     @property
     def size_bytes(self) -> int:
         """The size that it was created with."""
         return self._size_bytes
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it was created as sparse."""
+        return self._sparse
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
@@ -88,9 +133,16 @@ class SharedBuffer:
         """How many bytes of memory it takes from the system now."""
         return os.fstat(self._fd).st_blocks * 512
 
+    def populate(self, offset: int, size_bytes: int) -> None:
+        """Allocates all pages that this range touches, and keeps their content. Raises OSError without
+        memory, ValueError if the buffer is closed."""
+        if self._mapping is None:
+            raise ValueError("the buffer is closed")
+        populate(self._mapping, offset // mmap.PAGESIZE * mmap.PAGESIZE, offset + size_bytes)
+
     def discard(self, offset: int, size_bytes: int) -> None:
         """Gives the whole pages in this range back to the system, for every process that maps them. They then
-        read as zeros. Raises ValueError if the buffer is closed."""
+        read as zeros, and the daemon copies none of them. Raises ValueError if the buffer is closed."""
         if self._mapping is None:
             raise ValueError("the buffer is closed")
         first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -223,6 +275,11 @@ def on_device(memory: Memory) -> TypeGuard[DeviceShareable]:
 def fd_of(memory: Memory) -> int:
     """Returns the descriptor of host memory."""
     return cast(Shareable, memory).fileno()
+
+
+def is_sparse(memory: Memory) -> bool:
+    """Whether memory is on the host, and its owner allocates it block by block."""
+    return not on_device(memory) and cast(Shareable, memory).is_sparse
 
 
 def range_bytes_of(memory: Memory) -> Sequence[int]:

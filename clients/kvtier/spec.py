@@ -9,7 +9,7 @@ from typing import Required, Self, TypedDict
 
 from kvtier import layout
 from kvtier.errors import KvtierError, Reason
-from kvtier.memory import CPU, Memory, device_of, fd_of, on_device, range_bytes_of
+from kvtier.memory import CPU, Memory, device_of, fd_of, is_sparse, on_device, range_bytes_of
 from kvtier.status import ClientStatus
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT
@@ -148,6 +148,7 @@ class AttachSpec:
             mapping_bytes=self.memory.size_bytes,
             groups=[group.place_to_proto(index) for index, group in enumerate(self.groups)],
             ranges=ranges,
+            sparse=is_sparse(self.memory),
         )
 
 

@@ -30,6 +30,11 @@ SharedMemory::SharedMemory(const std::string& name, std::size_t bytes)
     if (fcntl(fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) fail("F_ADD_SEALS");
     void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
     if (mapped == MAP_FAILED) fail("mmap");
+    // The daemon takes no memory for others, and refuses what is not allocated.
+    if (madvise(mapped, bytes, MADV_POPULATE_WRITE) != 0) {
+        munmap(mapped, bytes);
+        fail("MADV_POPULATE_WRITE: there is no memory for what is to be shared");
+    }
     data_ = static_cast<std::byte*>(mapped);
 }
 

@@ -30,7 +30,7 @@ class Fd {
 // Zeroed memory in a memfd that can neither shrink nor grow, mapped as long as this object lives.
 class SharedMemory {
    public:
-    // Throws std::system_error.
+    // Allocates all of it. Throws std::system_error.
     SharedMemory(const std::string& name, std::size_t bytes);
     ~SharedMemory();
     SharedMemory(const SharedMemory&) = delete;

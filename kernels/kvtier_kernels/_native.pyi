@@ -319,6 +319,13 @@ class CopyPlan:
         Copies slots to blocks. A block may come only once, and a slot several times.
         """
 
+    def first_hole(self, block_ids: numpy.typing.NDArray[numpy.uint32], fd: int) -> int | None:
+        """
+        The offset of the first page of the blocks for which the file `fd`, whose beginning is the mapping, has no data;
+        None if it has data everywhere. A page that was reserved and never written has none. Any file that is not a
+        plain memfd is taken to have none. Moves the file offset of `fd`.
+        """
+
     def checksums(self, pool: Buffer | numpy.typing.NDArray[Any], slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
         """xxh3_64 of each slot's bytes, uint64 of shape (n,)."""
 

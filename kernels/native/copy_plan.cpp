@@ -1,5 +1,9 @@
 #include "copy_plan.hpp"
 
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
 #include <utility>
 
 #include "checksum.hpp"
@@ -72,6 +76,21 @@ void CopyPlan::scatter(Numbers block_ids, Pool pool, Numbers slots) const {
         }
     }
     copier.finish();
+}
+
+std::optional<std::uint64_t> CopyPlan::first_hole(Numbers block_ids, int fd) const {
+    check_blocks(block_ids, block_ids, num_blocks_);
+    struct statfs system;
+    const bool knows = fstatfs(fd, &system) == 0 && system.f_type == TMPFS_MAGIC;
+    for (const std::uint32_t id : block_ids) {
+        for (const Plane& plane : planes_) {
+            const std::uint64_t begin = plane.base + id * plane.block_stride;
+            // One page at a time: SEEK_HOLE would say it at once for a fragment, but looks at all the data behind it.
+            for (std::uint64_t page = begin / kPageBytes * kPageBytes; page < begin + plane.fragment_bytes; page += kPageBytes)
+                if (!knows || lseek(fd, static_cast<off_t>(page), SEEK_DATA) != static_cast<off_t>(page)) return page;
+        }
+    }
+    return std::nullopt;
 }
 
 void CopyPlan::checksums(Pool pool, Numbers slots, std::uint64_t* out) const {

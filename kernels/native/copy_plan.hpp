@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "block_planes.hpp"
@@ -31,6 +32,10 @@ class CopyPlan {
     void gather(Numbers block_ids, Pool pool, Numbers slots, std::uint64_t* checksums) const;
     // Copies slots to blocks. The pool is only read.
     void scatter(Numbers block_ids, Pool pool, Numbers slots) const;
+    // The offset of the first page of the blocks for which the file `fd`, whose beginning is the mapping, has no data; none if
+    // it has data everywhere. A page that was reserved and never written has none. Any file that is not a plain memfd is taken
+    // to have none, because only tmpfs can say. Moves the file offset of `fd`.
+    std::optional<std::uint64_t> first_hole(Numbers block_ids, int fd) const;
     // xxh3_64 of each slot's bytes.
     void checksums(Pool pool, Numbers slots, std::uint64_t* out) const;
 

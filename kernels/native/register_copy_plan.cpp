@@ -63,6 +63,12 @@ void scatter(const BufferPlan& plan, NumbersArg block_ids, BufferArg pool, Numbe
     plan.scatter(ids.span(), pool_of(memory), sources.span());
 }
 
+std::optional<std::uint64_t> first_hole(const BufferPlan& plan, NumbersArg block_ids, int fd) {
+    const In<std::uint32_t> ids(block_ids, "block_ids");
+    const nb::gil_scoped_release release;
+    return plan.first_hole(ids.span(), fd);
+}
+
 Array<std::uint64_t> checksums(const BufferPlan& plan, BufferArg pool, NumbersArg slots) {
     const Buffer memory(pool.object, "pool", false);
     const In<std::uint32_t> sources(slots, "slots");
@@ -110,6 +116,10 @@ void register_copy_plan(nb::module_& module) {
              "receives xxh3_64 of each slot's bytes, which takes half as long again, but less than reading them later.")
         .def("scatter", &scatter, "block_ids"_a, "pool"_a, "slots"_a,
              "Copies slots to blocks. A block may come only once, and a slot several times.")
+        .def("first_hole", &first_hole, "block_ids"_a, "fd"_a,
+             "The offset of the first page of the blocks for which the file `fd`, whose beginning is the mapping, has no data;\n"
+             "None if it has data everywhere. A page that was reserved and never written has none. Any file that is not a\n"
+             "plain memfd is taken to have none. Moves the file offset of `fd`.")
         .def("checksums", &checksums, "pool"_a, "slots"_a, "xxh3_64 of each slot's bytes, uint64 of shape (n,).");
 }
 

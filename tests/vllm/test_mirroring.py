@@ -129,6 +129,7 @@ def test_a_load_reaches_the_engine_when_it_no_longer_writes_the_blocks(bench: Be
     bench.busy()
     bench.let_load(5, load)
     bench.wait_rung((LOAD, 5))  # the mirror is nobody's but the daemon's
+    assert bench.memory.held_bytes == PAGE, "a load's blocks have memory before it may start"
     bench.mirror[2] = 22
     bench.end(load)
     assert bench.sharing.landing(load) is Landing.PENDING

@@ -29,11 +29,12 @@ class MirrorMemory:
 
     The client's process copies between the two, block by block:
     - store: `copy_out(ids)`, then `client.store(..., ids)`; once that is fenced, `discard(ids)`;
-    - load: `client.load(..., ids)`; once that is DONE, `copy_in(ids)`.
+    - load: `populate(ids)`, then `client.load(..., ids)`; once that is DONE, `copy_in(ids)`.
 
-    The mirror is sparse: only blocks on their way take memory. Copies run on a stream of their own, so they
-    do not wait for the engine's work, and do not delay it. What produces a block must be done before
-    `copy_out`, and what still uses it before `copy_in`; launch what will use it after `copy_in`.
+    The mirror is sparse: only blocks on their way take memory, all of it this process's. Copies run on a
+    stream of their own, so they do not wait for the engine's work, and do not delay it. What produces a block
+    must be done before `copy_out`, and what still uses it before `copy_in`; launch what will use it after
+    `copy_in`.
 
     Calls wait for their copies, so make them in a helper thread, not in the engine's. Any thread may call;
     one copy per GPU runs at a time. Two calls at the same time must be for different blocks.
@@ -44,12 +45,17 @@ class MirrorMemory:
         check_layout(groups, memory.size_bytes, memory.range_bytes)
         self._memory = memory
         self._groups = tuple(groups)
-        self._buffer = SharedBuffer.create(memory.size_bytes, "kvtier-mirror")
+        self._buffer = SharedBuffer.create(memory.size_bytes, "kvtier-mirror", sparse=True)
 
     @property
     def size_bytes(self) -> int:
         """The size of the device memory."""
         return self._memory.size_bytes
+
+    @property
+    def is_sparse(self) -> bool:
+        """True."""
+        return self._buffer.is_sparse
 
     def fileno(self) -> int:
         """Returns the memfd, or -1 once the mirror is closed."""
@@ -78,6 +84,13 @@ class MirrorMemory:
                 staging.copy(batch, to_host=True)
                 for offset, place, size in batch.rows():
                     self._buffer.array[offset : offset + size] = staging.array[place : place + size]
+
+    def populate(self, block_ids: BlockIds, *, group: int = 0) -> None:
+        """Takes memory for blocks that are to be loaded, because the daemon takes none for others. Raises
+        OSError without memory."""
+        offsets, _, sizes = self._runs(block_ids, group)
+        for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
+            self._buffer.populate(offset, size)
 
     def copy_in(self, block_ids: BlockIds, *, group: int = 0, discard: bool = True) -> None:
         """Copies blocks from the mirror to the device, and returns when the bytes are there. Then gives the

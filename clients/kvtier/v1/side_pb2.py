@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvtier.v1 import types_pb2 as kvtier_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvtier/v1/side.proto\x12\tkvtier.v1\x1a\x15kvtier/v1/types.proto\"\xc2\x02\n\x0bSideRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12#\n\x04open\x18\x02 \x01(\x0b\x32\x13.kvtier.v1.SideOpenH\x00\x12\x32\n\x0eregister_words\x18\x03 \x01(\x0b\x32\x18.kvtier.v1.RegisterWordsH\x00\x12\x34\n\x0fregister_memory\x18\x04 \x01(\x0b\x32\x19.kvtier.v1.RegisterMemoryH\x00\x12\x38\n\x11unregister_memory\x18\x05 \x01(\x0b\x32\x1b.kvtier.v1.UnregisterMemoryH\x00\x12*\n\nadd_chunks\x18\x06 \x01(\x0b\x32\x14.kvtier.v1.AddChunksH\x00\x12*\n\nopen_index\x18\x07 \x01(\x0b\x32\x14.kvtier.v1.OpenIndexH\x00\x42\x06\n\x04\x62ody\"\xfe\x02\n\x0cSideResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\'\n\x06opened\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.SideOpenedH\x00\x12\x36\n\x10words_registered\x18\x03 \x01(\x0b\x32\x1a.kvtier.v1.WordsRegisteredH\x00\x12\x38\n\x11memory_registered\x18\x04 \x01(\x0b\x32\x1b.kvtier.v1.MemoryRegisteredH\x00\x12<\n\x13memory_unregistered\x18\x05 \x01(\x0b\x32\x1d.kvtier.v1.MemoryUnregisteredH\x00\x12!\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x10.kvtier.v1.ErrorH\x00\x12.\n\x0c\x63hunks_added\x18\x07 \x01(\x0b\x32\x16.kvtier.v1.ChunksAddedH\x00\x12.\n\x0cindex_opened\x18\x08 \x01(\x0b\x32\x16.kvtier.v1.IndexOpenedH\x00\x42\x06\n\x04\x62ody\"%\n\x08SideOpen\x12\x19\n\x11protocol_versions\x18\x01 \x03(\r\"]\n\nSideOpened\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x12\n\nboot_nonce\x18\x03 \x01(\x06\x12\x12\n\ndaemon_pid\x18\x04 \x01(\r\"A\n\rRegisterWords\x12\x11\n\tdoorbells\x18\x01 \x01(\r\x12\r\n\x05parts\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"%\n\x0fWordsRegistered\x12\x12\n\nworker_pid\x18\x01 \x01(\r\"R\n\x0bGroupMemory\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12 \n\x06planes\x18\x03 \x03(\x0b\x32\x10.kvtier.v1.Plane\"8\n\x05Plane\x12\x13\n\x0b\x62\x61se_offset\x18\x01 \x01(\x04\x12\x1a\n\x12\x62lock_stride_bytes\x18\x02 \x01(\x04\"\x1a\n\tAddChunks\x12\r\n\x05\x62ytes\x18\x01 \x03(\x04\"\x1d\n\x0b\x43hunksAdded\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\r\"w\n\x0eRegisterMemory\x12\x15\n\rmapping_bytes\x18\x01 \x01(\x04\x12&\n\x06groups\x18\x02 \x03(\x0b\x32\x16.kvtier.v1.GroupMemory\x12&\n\x06ranges\x18\x03 \x03(\x0b\x32\x16.kvtier.v1.DeviceRange\"r\n\x0b\x44\x65viceRange\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12!\n\x03ipc\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.CudaIpcH\x00\x12\'\n\x06\x63hunks\x18\x03 \x01(\x0b\x32\x15.kvtier.v1.CudaChunksH\x00\x42\x08\n\x06source\"<\n\x07\x43udaIpc\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tbuffer_id\x18\x03 \x01(\x04\"+\n\nCudaChunks\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"+\n\x10MemoryRegistered\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\"+\n\x10UnregisterMemory\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\"\x14\n\x12MemoryUnregistered\"\x1a\n\tOpenIndex\x12\r\n\x05group\x18\x01 \x01(\r\"\r\n\x0bIndexOpenedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvtier/v1/side.proto\x12\tkvtier.v1\x1a\x15kvtier/v1/types.proto\"\xc2\x02\n\x0bSideRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12#\n\x04open\x18\x02 \x01(\x0b\x32\x13.kvtier.v1.SideOpenH\x00\x12\x32\n\x0eregister_words\x18\x03 \x01(\x0b\x32\x18.kvtier.v1.RegisterWordsH\x00\x12\x34\n\x0fregister_memory\x18\x04 \x01(\x0b\x32\x19.kvtier.v1.RegisterMemoryH\x00\x12\x38\n\x11unregister_memory\x18\x05 \x01(\x0b\x32\x1b.kvtier.v1.UnregisterMemoryH\x00\x12*\n\nadd_chunks\x18\x06 \x01(\x0b\x32\x14.kvtier.v1.AddChunksH\x00\x12*\n\nopen_index\x18\x07 \x01(\x0b\x32\x14.kvtier.v1.OpenIndexH\x00\x42\x06\n\x04\x62ody\"\xfe\x02\n\x0cSideResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12\'\n\x06opened\x18\x02 \x01(\x0b\x32\x15.kvtier.v1.SideOpenedH\x00\x12\x36\n\x10words_registered\x18\x03 \x01(\x0b\x32\x1a.kvtier.v1.WordsRegisteredH\x00\x12\x38\n\x11memory_registered\x18\x04 \x01(\x0b\x32\x1b.kvtier.v1.MemoryRegisteredH\x00\x12<\n\x13memory_unregistered\x18\x05 \x01(\x0b\x32\x1d.kvtier.v1.MemoryUnregisteredH\x00\x12!\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x10.kvtier.v1.ErrorH\x00\x12.\n\x0c\x63hunks_added\x18\x07 \x01(\x0b\x32\x16.kvtier.v1.ChunksAddedH\x00\x12.\n\x0cindex_opened\x18\x08 \x01(\x0b\x32\x16.kvtier.v1.IndexOpenedH\x00\x42\x06\n\x04\x62ody\"%\n\x08SideOpen\x12\x19\n\x11protocol_versions\x18\x01 \x03(\r\"]\n\nSideOpened\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x12\n\nboot_nonce\x18\x03 \x01(\x06\x12\x12\n\ndaemon_pid\x18\x04 \x01(\r\"A\n\rRegisterWords\x12\x11\n\tdoorbells\x18\x01 \x01(\r\x12\r\n\x05parts\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"%\n\x0fWordsRegistered\x12\x12\n\nworker_pid\x18\x01 \x01(\r\"R\n\x0bGroupMemory\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12 \n\x06planes\x18\x03 \x03(\x0b\x32\x10.kvtier.v1.Plane\"8\n\x05Plane\x12\x13\n\x0b\x62\x61se_offset\x18\x01 \x01(\x04\x12\x1a\n\x12\x62lock_stride_bytes\x18\x02 \x01(\x04\"\x1a\n\tAddChunks\x12\r\n\x05\x62ytes\x18\x01 \x03(\x04\"\x1d\n\x0b\x43hunksAdded\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\r\"\x87\x01\n\x0eRegisterMemory\x12\x15\n\rmapping_bytes\x18\x01 \x01(\x04\x12&\n\x06groups\x18\x02 \x03(\x0b\x32\x16.kvtier.v1.GroupMemory\x12&\n\x06ranges\x18\x03 \x03(\x0b\x32\x16.kvtier.v1.DeviceRange\x12\x0e\n\x06sparse\x18\x04 \x01(\x08\"r\n\x0b\x44\x65viceRange\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12!\n\x03ipc\x18\x02 \x01(\x0b\x32\x12.kvtier.v1.CudaIpcH\x00\x12\'\n\x06\x63hunks\x18\x03 \x01(\x0b\x32\x15.kvtier.v1.CudaChunksH\x00\x42\x08\n\x06source\"<\n\x07\x43udaIpc\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tbuffer_id\x18\x03 \x01(\x04\"+\n\nCudaChunks\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"+\n\x10MemoryRegistered\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\"+\n\x10UnregisterMemory\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\"\x14\n\x12MemoryUnregistered\"\x1a\n\tOpenIndex\x12\r\n\x05group\x18\x01 \x01(\r\"\r\n\x0bIndexOpenedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,22 +52,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADDCHUNKS']._serialized_end=1176
   _globals['_CHUNKSADDED']._serialized_start=1178
   _globals['_CHUNKSADDED']._serialized_end=1207
-  _globals['_REGISTERMEMORY']._serialized_start=1209
-  _globals['_REGISTERMEMORY']._serialized_end=1328
-  _globals['_DEVICERANGE']._serialized_start=1330
-  _globals['_DEVICERANGE']._serialized_end=1444
-  _globals['_CUDAIPC']._serialized_start=1446
-  _globals['_CUDAIPC']._serialized_end=1506
-  _globals['_CUDACHUNKS']._serialized_start=1508
-  _globals['_CUDACHUNKS']._serialized_end=1551
-  _globals['_MEMORYREGISTERED']._serialized_start=1553
-  _globals['_MEMORYREGISTERED']._serialized_end=1596
-  _globals['_UNREGISTERMEMORY']._serialized_start=1598
-  _globals['_UNREGISTERMEMORY']._serialized_end=1641
-  _globals['_MEMORYUNREGISTERED']._serialized_start=1643
-  _globals['_MEMORYUNREGISTERED']._serialized_end=1663
-  _globals['_OPENINDEX']._serialized_start=1665
-  _globals['_OPENINDEX']._serialized_end=1691
-  _globals['_INDEXOPENED']._serialized_start=1693
-  _globals['_INDEXOPENED']._serialized_end=1706
+  _globals['_REGISTERMEMORY']._serialized_start=1210
+  _globals['_REGISTERMEMORY']._serialized_end=1345
+  _globals['_DEVICERANGE']._serialized_start=1347
+  _globals['_DEVICERANGE']._serialized_end=1461
+  _globals['_CUDAIPC']._serialized_start=1463
+  _globals['_CUDAIPC']._serialized_end=1523
+  _globals['_CUDACHUNKS']._serialized_start=1525
+  _globals['_CUDACHUNKS']._serialized_end=1568
+  _globals['_MEMORYREGISTERED']._serialized_start=1570
+  _globals['_MEMORYREGISTERED']._serialized_end=1613
+  _globals['_UNREGISTERMEMORY']._serialized_start=1615
+  _globals['_UNREGISTERMEMORY']._serialized_end=1658
+  _globals['_MEMORYUNREGISTERED']._serialized_start=1660
+  _globals['_MEMORYUNREGISTERED']._serialized_end=1680
+  _globals['_OPENINDEX']._serialized_start=1682
+  _globals['_OPENINDEX']._serialized_end=1708
+  _globals['_INDEXOPENED']._serialized_start=1710
+  _globals['_INDEXOPENED']._serialized_end=1723
 # @@protoc_insertion_point(module_scope)

@@ -148,7 +148,7 @@ global___SideOpened = SideOpened
 
 @typing.final
 class RegisterWords(google.protobuf.message.Message):
-    """Comes with one descriptor: a memfd sealed against shrinking. It holds `doorbells` doorbell words and then `parts`
+    """Comes with one descriptor: a memfd sealed against shrinking, with all of its memory allocated. It holds `doorbells` doorbell words and then `parts`
     part words, each of 8 bytes in native order. Sent once per session, before RegisterMemory.
     """
 
@@ -284,6 +284,7 @@ global___ChunksAdded = ChunksAdded
 class RegisterMemory(google.protobuf.message.Message):
     """Registers the rank's KV cache, after Hello and RegisterWords. Registering again replaces nothing: unregister first,
     or attach again. For host memory it comes with one descriptor, a memfd sealed against shrinking, and has no ranges.
+    The memory is the client's: the daemon allocates none of it, so all of the memfd has to be allocated.
     For memory of a GPU it has no descriptor, but `ranges`, which one after another are the mapping that offsets refer
     to.
     """
@@ -293,8 +294,13 @@ class RegisterMemory(google.protobuf.message.Message):
     MAPPING_BYTES_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     RANGES_FIELD_NUMBER: builtins.int
+    SPARSE_FIELD_NUMBER: builtins.int
     mapping_bytes: builtins.int
     """Bytes to map, from the start of the descriptor; or the sum of the ranges."""
+    sparse: builtins.bool
+    """Not all of the memfd is allocated. The client then writes to every page that a part touches, before the part may
+    start. A part that finds a hole fails.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupMemory]: ...
     @property
@@ -307,8 +313,9 @@ class RegisterMemory(google.protobuf.message.Message):
         mapping_bytes: builtins.int = ...,
         groups: collections.abc.Iterable[global___GroupMemory] | None = ...,
         ranges: collections.abc.Iterable[global___DeviceRange] | None = ...,
+        sparse: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "mapping_bytes", b"mapping_bytes", "ranges", b"ranges"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "mapping_bytes", b"mapping_bytes", "ranges", b"ranges", "sparse", b"sparse"]) -> None: ...
 
 global___RegisterMemory = RegisterMemory
 

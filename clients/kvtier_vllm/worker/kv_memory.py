@@ -17,6 +17,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvtier.memory import populate
+
 if TYPE_CHECKING:
     import torch
 
@@ -41,7 +43,7 @@ class KVMemory(Protocol):
 
 
 class SharedKVMemory:
-    """One memfd of `size_bytes` zeros, mapped here, for one worker's KV cache.
+    """One memfd of `size_bytes` zeros, allocated and mapped here, for one worker's KV cache.
 
     It is sealed against shrinking and growing, so SIGBUS cannot kill a process that maps it, and against
     further seals, so nobody can forbid writing later. The descriptor is close-on-exec and belongs to this
@@ -73,7 +75,19 @@ class SharedKVMemory:
         with contextlib.suppress(OSError):
             # This may have no effect: many kernels give shared memory no transparent huge pages.
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            # The daemon takes no memory for others, so all of it is allocated before it is shared.
+            populate(self._mapping, 0, self.size_bytes)
+        except OSError as error:
+            self._mapping.close()
+            os.close(self._fd)
+            raise NotShareable(f"the KV cache cannot be allocated: {error.strerror}") from error
         self._address: int | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """False."""
+        return False
 
     def fileno(self) -> int:
         """Returns the memfd, to be passed to the daemon. It stays open until `close`."""

@@ -4,7 +4,7 @@ where the daemon cannot reach the GPU memory. One thread does it, in the order o
 That order keeps bytes right although an engine reuses a block's id for other content:
 - a store's doorbell rings when its blocks are in the mirror;
 - a load's doorbell rings after every copy that was asked for before, so that none of them overwrites what the
-  daemon then puts into the mirror;
+  daemon then puts into the mirror; first its blocks get memory there, because the daemon takes none for them;
 - a block's place in the mirror is emptied when nothing of it is in use, before its next use.
 """
 
@@ -41,11 +41,20 @@ class _Job(ABC):
     def give_up(self) -> None: ...
 
 
+def _wanted(parts: Iterable[TrackedPart]) -> list[int]:
+    """The blocks of parts that are not over, each once."""
+    return list(dict.fromkeys(block for part in parts if not part.state().over for block in part.block_ids))
+
+
 class _LetLoad(_Job):
-    def __init__(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
+    def __init__(self, memory: MirrorMemory, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
+        self._memory = memory
         self._client, self._step, self._parts = client, step, parts
 
     def run(self) -> None:
+        ids = _wanted(self._parts)
+        if ids:
+            self._memory.populate(ids)
         self._client.ring(LOAD_DOORBELL, self._step)
 
     def give_up(self) -> None:
@@ -67,8 +76,7 @@ class _CopyOut(_Job):
 
     def run(self) -> None:
         self._computed()
-        wanted = [part for part in self._parts if not part.state().over]
-        ids = list(dict.fromkeys(block for part in wanted for block in part.block_ids))
+        ids = _wanted(self._parts)
         if ids:
             self._memory.copy_out(ids)
         self._client.ring(STORE_DOORBELL, self._step)
@@ -230,7 +238,7 @@ class MirrorSharing(Sharing):
         engine's blocks only after what was enqueued until now."""
         self._ready.update(dict.fromkeys(parts, self._mark()))
         self._use(parts)
-        self._copier.submit(_LetLoad(client, step, parts))
+        self._copier.submit(_LetLoad(self._memory, client, step, parts))
 
     def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """Lets the step's stores start, after the forward pass, once their blocks are in the mirror."""

@@ -25,6 +25,8 @@ F_GET_SEALS = 1034
 F_SEAL_SHRINK = 0x0002
 F_SEAL_WRITE = 0x0008
 F_SEAL_FUTURE_WRITE = 0x0010
+BLOCK_BYTES = 512
+"""The unit of st_blocks, on every file system."""
 OFFSET_MAX = 2**63 - 1
 """The largest file offset. Python's integers are unbounded, so results are computed first and then compared
 with it."""
@@ -48,6 +50,8 @@ class Descriptor:
 
     regular: bool
     size_bytes: int
+    allocated_bytes: int
+    """Memory that it has, swapped out or not. It may have some behind its end."""
     seals: int | None
     """None if the file has no seals."""
     writable: bool
@@ -102,7 +106,8 @@ def inspect(fd: int) -> Descriptor:
     except OSError:
         seals = None
     writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-    return Descriptor(stat.S_ISREG(status.st_mode), status.st_size, seals, writable)
+    allocated_bytes = status.st_blocks * BLOCK_BYTES
+    return Descriptor(stat.S_ISREG(status.st_mode), status.st_size, allocated_bytes, seals, writable)
 
 
 def check_descriptor(found: Descriptor) -> None:
@@ -124,6 +129,20 @@ def check_descriptor(found: Descriptor) -> None:
         )
 
 
+def check_allocated(found: Descriptor) -> None:
+    """Raises Refusal if the memfd has holes, which a worker that copies would have to fill with memory of the
+    daemon's."""
+    if found.allocated_bytes < found.size_bytes:
+        raise Refusal(
+            Reason.MAPPING_INVALID,
+            f"only so many bytes of the memfd's {found.size_bytes} are allocated, and the daemon takes no "
+            "memory for others: allocate all of it before it is registered (posix_fallocate, or madvise with "
+            "MADV_POPULATE_WRITE)",
+            field="descriptor.allocated_bytes",
+            value=found.allocated_bytes,
+        )
+
+
 def check_words(found: Descriptor, doorbells: int, parts: int) -> None:
     """Raises Refusal unless `found` is a sound descriptor with room for so many doorbells and part words."""
     if not 0 <= doorbells <= DOORBELLS_MAX:
@@ -141,12 +160,14 @@ def check_words(found: Descriptor, doorbells: int, parts: int) -> None:
             field="descriptor",
             value=found.size_bytes,
         )
+    check_allocated(found)
 
 
 def check_memory(
-    found: Descriptor, mapping_bytes: int, groups: Groups, geometry: Sequence[GroupGeometry]
+    found: Descriptor, mapping_bytes: int, groups: Groups, geometry: Sequence[GroupGeometry], *, sparse: bool
 ) -> None:
-    """Raises Refusal unless every byte of every block of every group of Hello lies inside the mapping.
+    """Raises Refusal unless every byte of every block of every group of Hello lies inside the mapping, and is
+    allocated unless it is said to be `sparse`.
 
     `geometry` is what the session's Hello said. Both must have the same groups in the same order.
     """
@@ -159,6 +180,8 @@ def check_memory(
             value=mapping_bytes,
         )
     _check_groups([mapping_bytes], groups, geometry)
+    if not sparse:
+        check_allocated(found)
 
 
 def check_chunks(count: int, sizes: Sequence[int]) -> None:

@@ -243,7 +243,8 @@ class _SideConnection:
         if ranges:
             memory_check.check_ranges(ranges, chunks, request.mapping_bytes, places, geometry)
         else:
-            memory_check.check_memory(memory_check.inspect(fds[0]), request.mapping_bytes, places, geometry)
+            found = memory_check.inspect(fds[0])
+            memory_check.check_memory(found, request.mapping_bytes, places, geometry, sparse=request.sparse)
         groups = [
             _mapping(place, [size for size, _ in shape.planes])
             for place, shape in zip(places, geometry, strict=True)

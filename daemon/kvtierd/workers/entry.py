@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from google.protobuf.message import DecodeError
@@ -30,6 +31,9 @@ from kvtierd.workers.populate import Populator
 
 NICENESS = 5
 """Workers give way to the engine and to the front, because everybody waits for these."""
+OOM_SCORE_RISE = 100
+"""Workers' badness for the kernel when memory is short, above the front's and in thousandths of the memory. A
+worker that is killed costs misses and is replaced; the front's end would end everything."""
 STUCK_STATUS = 75
 """The exit status of a worker that could not finish what it had begun."""
 
@@ -60,12 +64,19 @@ def inherit(parser: argparse.ArgumentParser) -> Inheritance:
     logs.configure(arguments.log_level, arguments.log_format)
     signals.ignore()
     os.nice(NICENESS)
+    _volunteer_for_oom_kills()
     _, fds_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (fds_max, fds_max))
     status = StatusPage(arguments.status_fd)
     os.close(arguments.status_fd)
     channel = packets.BlockingPacketChannel(socket.socket(fileno=arguments.channel_fd))
     return Inheritance(arguments, status, channel, mmap.mmap(arguments.pool_fd, arguments.pool_bytes))
+
+
+def _volunteer_for_oom_kills() -> None:
+    path = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError):  # not where /proc is read-only
+        path.write_text(str(min(int(path.read_text()) + OOM_SCORE_RISE, 1000)))
 
 
 def give_up(inherited: Inheritance, refusal: Refusal) -> NoReturn:

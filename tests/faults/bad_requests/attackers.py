@@ -240,6 +240,7 @@ def wrong_descriptors(stack: ExitStack, chance: Random) -> list[int]:
         connection,
         read_only,
         lambda: keep(memfd(1 << 20, seal=False)),
+        lambda: keep(memfd(1 << 40, sparse=True)),
         lambda: keep(memfd(1)),
         lambda: keep(memfd(0)),
         lambda: keep(os.open("/", os.O_RDONLY | os.O_DIRECTORY)),

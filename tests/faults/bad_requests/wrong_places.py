@@ -72,7 +72,9 @@ def is_refused(data: bytes, memory: RankMemory, geometry: Sequence[GroupGeometry
     request = side_pb2.RegisterMemory.FromString(data)
     try:
         found = memory_check.inspect(memory.fd)
-        memory_check.check_memory(found, request.mapping_bytes, request.groups, geometry)
+        memory_check.check_memory(
+            found, request.mapping_bytes, request.groups, geometry, sparse=request.sparse
+        )
     except Refusal:
         return True
     assert 0 < request.mapping_bytes <= memory.bytes

@@ -100,6 +100,8 @@ class KvEngine:
             self._work.prepare(np.zeros((len(ids), *self._shape[1:]), np.uint8))
             told = self._behind_work(ids, lambda bell: self._client.load(hit, ids, doorbell=bell))
         else:
+            if self._mirror is not None:
+                self._mirror.populate(ids)
             told = self._told(self._client.load(hit, ids))
             if self._mirror is not None and told["done"]:
                 self._mirror.copy_in(ids)

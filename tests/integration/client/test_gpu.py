@@ -458,11 +458,16 @@ def test_through_a_mirror_the_same_blocks_come_back(
             assert mirror.held_bytes == 0
             cache.wipe()
             with client.lookup(HASHES, lease=True, timeout_s=READY_S) as hit:
+                assert not client.load(hit, IDS).wait(TRANSFER_S).done, "the daemon took memory for us"
+            assert mirror.held_bytes == 0
+            mirror.populate(IDS)
+            with client.lookup(HASHES, lease=True, timeout_s=READY_S) as hit:
                 assert client.load(hit, IDS).wait(TRANSFER_S).done
             mirror.copy_in(IDS)
             cache.check(HASHES)
             assert mirror.held_bytes == 0
             stream = gpu.stream()
+            mirror.copy_out([40])
             client.ring_on(stream, 0, 1)
             more = client.store(block_hashes("more", [1]), [40], doorbell=Doorbell(0, 1))
             assert more.wait(TRANSFER_S).done

@@ -106,7 +106,8 @@ class GpuSession(RawSession):
         request.ranges.append(self.gpu.ipc_range(memory, offset, request.mapping_bytes))
         return request
 
-    def register_memory(self) -> int:
+    def register_memory(self, fd: int | None = None, *, sparse: bool = False) -> int:
+        assert (fd, sparse) == (None, False), "memory of a GPU has no descriptor"
         return self.register(self.gpu_places())
 
     def register(self, request: side_pb2.RegisterMemory) -> int:

@@ -167,9 +167,11 @@ class AttachStream:
         self._reader.join(DEADLINE_S)
 
 
-def memfd(size_bytes: int, *, seal: bool = True) -> int:
+def memfd(size_bytes: int, *, seal: bool = True, sparse: bool = False) -> int:
     fd = os.memfd_create("kvtier-test-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size_bytes)
+    if size_bytes and not sparse:
+        os.posix_fallocate(fd, 0, size_bytes)
     if seal:
         fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)
     return fd
@@ -276,9 +278,11 @@ class RawSession:
         group = side_pb2.GroupMemory(group=0, num_blocks=self.num_blocks, planes=planes)
         return side_pb2.RegisterMemory(mapping_bytes=offset, groups=[group])
 
-    def register_memory(self) -> int:
+    def register_memory(self, fd: int | None = None, *, sparse: bool = False) -> int:
+        """`fd`: a memfd to share, which becomes this object's, instead of a new one."""
         request = self.places()
-        fd = memfd(request.mapping_bytes)
+        request.sparse = sparse
+        fd = memfd(request.mapping_bytes, sparse=sparse) if fd is None else fd
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, request.mapping_bytes), np.uint8)
         try:
             response, _ = self.side.call([fd], register_memory=request)

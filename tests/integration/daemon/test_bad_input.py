@@ -358,6 +358,15 @@ class TestMemory:
             attached.side.call([fd], register_memory=request)
         os.close(fd)
 
+    def test_memory_that_nobody_has_paid_for(self, daemon: Daemon, attached: RawSession) -> None:
+        request = attached.places()
+        for size in (request.mapping_bytes, 1 << 40):
+            fd = memfd(size, sparse=True)
+            with nothing_changes(daemon), refusal("MAPPING_INVALID", "descriptor.allocated_bytes"):
+                attached.side.call([fd], register_memory=request)
+            os.close(fd)
+        assert daemon.descriptors_of_clients() == 0
+
     def test_what_is_no_memory_at_all(self, daemon: Daemon, attached: RawSession) -> None:
         reading, writing = os.pipe()
         with nothing_changes(daemon), refusal("MAPPING_INVALID"):
@@ -395,6 +404,14 @@ class TestSideSocket:
             session.side.call([fd], register_words=side_pb2.RegisterWords(doorbells=2, parts=8))
         with nothing_changes(daemon), refusal("WORD_INDEX_RANGE"):
             session.side.call([fd], register_words=side_pb2.RegisterWords(doorbells=2, parts=2**32 - 1))
+        os.close(fd)
+
+    def test_words_that_nobody_has_paid_for(self, daemon: Daemon, connect: Connect) -> None:
+        session = connect()
+        session.attach()
+        fd = memfd(1 << 20, sparse=True)
+        with nothing_changes(daemon), refusal("MAPPING_INVALID", "descriptor.allocated_bytes"):
+            session.side.call([fd], register_words=side_pb2.RegisterWords(doorbells=2, parts=8))
         os.close(fd)
 
     def test_everything_has_its_order(self, daemon: Daemon, connect: Connect) -> None:

@@ -63,6 +63,7 @@ def on(*modes: Mode) -> pytest.MarkDecorator:
 def memfd(size: int, *, sealed: bool = True) -> int:
     fd = os.memfd_create("kvt-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
+    os.posix_fallocate(fd, 0, size)
     if sealed:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return fd

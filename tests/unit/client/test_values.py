@@ -13,7 +13,17 @@ import grpc
 import kvtier.v1.types_pb2 as types_pb2
 import numpy as np
 import pytest
-from kvtier import Group, GroupKind, KvtierError, Namespace, Reason, Role, SharedBuffer, default_socket
+from kvtier import (
+    Group,
+    GroupKind,
+    KvtierError,
+    Namespace,
+    Reason,
+    Role,
+    SharedBuffer,
+    default_socket,
+    memory,
+)
 from kvtier.connection.address import Address, resolve
 from kvtier.connection.rpc_errors import ERROR_METADATA, explain_rpc_error, from_rpc_error
 from kvtier.connection.steps import BACKOFF_MOST_S, Backoff
@@ -175,6 +185,29 @@ def test_a_view_of_a_closed_buffer_stays_readable() -> None:
     assert view.sum() == 30
     with pytest.raises(ValueError, match="closed"):
         _ = buffer.array
+
+
+def test_whoever_makes_a_buffer_pays_for_all_of_it_at_once() -> None:
+    with SharedBuffer.create(5 * 4096 + 1) as buffer:
+        assert buffer.held_bytes == 6 * 4096
+        assert not buffer.array.any()
+    with SharedBuffer.create(1 << 40, sparse=True) as buffer:
+        assert buffer.held_bytes == 0
+        buffer.populate(4095, 2)
+        assert buffer.held_bytes == 2 * 4096
+        buffer.array[4095] = 7
+        buffer.populate(0, 8192)
+        assert buffer.array[4095] == 7
+        buffer.discard(0, 8192)
+        assert buffer.held_bytes == 0
+
+
+def test_a_buffer_without_memory_says_how_much_it_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MADV_POPULATE_WRITE", -1)  # the system refuses
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"size_bytes=8192: no memory for so many bytes.*share less"):
+        SharedBuffer.create(8192)
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_an_empty_buffer_is_refused() -> None:

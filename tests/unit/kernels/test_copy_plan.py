@@ -1,8 +1,10 @@
 """Gather and scatter move exactly the bytes that numpy would, and nothing when anything is wrong."""
 
 import mmap
+import os
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,3 +307,48 @@ def test_the_fastest_variant_is_the_default_and_unknown_ones_are_refused() -> No
     assert set(copy_variants()) <= {"avx512", "avx2", "sse2", "memcpy"}
     with pytest.raises(ValueError, match="variant is 'mmx', which this machine does not have"):
         small().plan("mmx")
+
+
+class TestHoles:
+    """Blocks of 1.5 pages in a memfd of 16 pages; block b touches the pages 1.5 b to 1.5 b + 1."""
+
+    @pytest.fixture
+    def fd(self) -> Iterator[int]:
+        fd = os.memfd_create("test")
+        os.ftruncate(fd, 16 * PAGE_BYTES)
+        yield fd
+        os.close(fd)
+
+    def first_hole(self, fd: int, *block_ids: int) -> int | None:
+        size = PAGE_BYTES * 3 // 2
+        mapping = np.zeros(16 * PAGE_BYTES, np.uint8)  # nothing is read from it
+        return CopyPlan(mapping, u64(0), u64(size), u64(size), 10).first_hole(u32(*block_ids), fd)
+
+    def test_every_page_that_a_block_touches_has_to_be_there(self, fd: int) -> None:
+        assert self.first_hole(fd, 3, 1) == 4 * PAGE_BYTES
+        os.pwrite(fd, b"x", 4 * PAGE_BYTES)
+        assert self.first_hole(fd, 3, 1) == 5 * PAGE_BYTES
+        os.pwrite(fd, b"x", 6 * PAGE_BYTES - 1)
+        assert self.first_hole(fd, 3) is None
+        assert self.first_hole(fd, 3, 1) == PAGE_BYTES
+        assert self.first_hole(fd) is None
+        assert os.fstat(fd).st_blocks * 512 == 2 * PAGE_BYTES, "looking allocates nothing"
+
+    def test_what_was_only_reserved_counts_as_a_hole(self, fd: int) -> None:
+        os.posix_fallocate(fd, 0, 2 * PAGE_BYTES)
+        assert self.first_hole(fd, 0) == 0
+        with mmap.mmap(fd, 16 * PAGE_BYTES) as mapping:
+            mapping.madvise(23)
+        assert self.first_hole(fd, *range(10)) is None
+
+    def test_a_file_that_cannot_say_has_holes(self) -> None:
+        pipe = os.pipe()
+        try:
+            assert self.first_hole(pipe[0], 0) == 0
+        finally:
+            os.close(pipe[0])
+            os.close(pipe[1])
+
+    def test_blocks_that_are_not_there_are_refused(self, fd: int) -> None:
+        with pytest.raises(ValueError, match="block_ids"):
+            self.first_hole(fd, 10)

@@ -1,8 +1,9 @@
 """Descriptors and planes are accepted only if every byte of every block has its place inside the mapping."""
 
 import fcntl
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -23,12 +24,15 @@ from kvtierd.rpc.memory_check import (
 
 F_ADD_SEALS = 1033
 PAGE = 4096
+HUGE = 2 << 20
 BASE = "groups[0].planes[0].base_offset"
 STRIDE = "groups[0].planes[0].block_stride_bytes"
 
 
 def sound(size_bytes: int = 1 << 20) -> Descriptor:
-    return Descriptor(regular=True, size_bytes=size_bytes, seals=F_SEAL_SHRINK, writable=True)
+    return Descriptor(
+        regular=True, size_bytes=size_bytes, allocated_bytes=size_bytes, seals=F_SEAL_SHRINK, writable=True
+    )
 
 
 def geometry(*fragments: int) -> GroupGeometry:
@@ -44,14 +48,14 @@ def reason_of(
     found: Descriptor, mapping_bytes: int, places: list[GroupMemory], shapes: list[GroupGeometry]
 ) -> tuple[Reason, str]:
     with pytest.raises(Refusal) as refusal:
-        memory_check.check_memory(found, mapping_bytes, places, shapes)
+        memory_check.check_memory(found, mapping_bytes, places, shapes, sparse=False)
     assert refusal.value.message
     return refusal.value.reason, refusal.value.field
 
 
 @contextmanager
-def memfd(size_bytes: int, seals: int) -> Iterator[int]:
-    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def memfd(size_bytes: int, seals: int, flags: int = 0) -> Iterator[int]:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size_bytes)
         if seals:
@@ -65,7 +69,7 @@ class TestDescriptor:
     def test_a_memfd_sealed_against_shrinking_is_accepted(self) -> None:
         with memfd(8 * PAGE, F_SEAL_SHRINK) as fd:
             found = memory_check.inspect(fd)
-        assert found == Descriptor(True, 8 * PAGE, F_SEAL_SHRINK, True)
+        assert found == Descriptor(True, 8 * PAGE, 0, F_SEAL_SHRINK, True)
         memory_check.check_descriptor(found)
 
     def test_a_memfd_that_could_shrink_is_refused(self) -> None:
@@ -292,10 +296,75 @@ class TestWords:
         assert refusal.value.reason is Reason.WORD_INDEX_RANGE
 
 
+class TestAllocated:
+    """What a worker copies from or to is memory of its owner's, never the daemon's."""
+
+    def is_refused(self, fd: int) -> bool:
+        """Whether it is refused, both as words and as memory, with what was found and what to do."""
+        found = memory_check.inspect(fd)
+        answers = {
+            self.answer(lambda: memory_check.check_words(found, 8, 8)),
+            self.answer(
+                lambda: memory_check.check_memory(
+                    found, PAGE, [place(4, (0, 1024))], [geometry(1024)], sparse=False
+                )
+            ),
+        }
+        assert len(answers) == 1
+        return answers == {f"MAPPING_INVALID descriptor.allocated_bytes={found.allocated_bytes}"}
+
+    def answer(self, check: Callable[[], None]) -> str:
+        try:
+            check()
+        except Refusal as refusal:
+            return f"{refusal.reason.name} {refusal.field}={refusal.value}"
+        return ""
+
+    def test_a_memfd_that_has_no_memory_is_refused_however_large(self) -> None:
+        with memfd(1 << 40, F_SEAL_SHRINK) as fd:
+            assert self.is_refused(fd)
+
+    @pytest.mark.parametrize("size_bytes", [8 * PAGE, 7 * PAGE + 1])
+    def test_reserved_or_written_memory_is_accepted(self, size_bytes: int) -> None:
+        with memfd(size_bytes, F_SEAL_SHRINK) as fd:
+            os.posix_fallocate(fd, 0, size_bytes)
+            assert not self.is_refused(fd)
+        with memfd(size_bytes, F_SEAL_SHRINK) as fd:
+            os.pwrite(fd, bytes(size_bytes), 0)
+            assert not self.is_refused(fd)
+
+    def test_one_page_that_is_missing_is_enough_for_a_refusal(self) -> None:
+        with memfd(8 * PAGE, F_SEAL_SHRINK) as fd:
+            os.posix_fallocate(fd, 0, 7 * PAGE)
+            assert self.is_refused(fd)
+            os.posix_fallocate(fd, 0, 8 * PAGE)
+            assert not self.is_refused(fd)
+            with mmap.mmap(fd, 8 * PAGE) as mapping:
+                mapping.madvise(mmap.MADV_REMOVE, 3 * PAGE, PAGE)
+            assert self.is_refused(fd)
+
+    def test_huge_pages_count_as_others_do(self) -> None:
+        try:
+            with memfd(HUGE, F_SEAL_SHRINK, os.MFD_HUGETLB) as fd:
+                assert self.is_refused(fd)
+                os.posix_fallocate(fd, 0, HUGE)
+                assert not self.is_refused(fd)
+        except OSError:
+            pytest.skip("this machine has no huge page to spare")
+
+    def test_memory_that_is_said_to_be_sparse_may_be(self) -> None:
+        with memfd(1 << 40, F_SEAL_SHRINK) as fd:
+            found = memory_check.inspect(fd)
+        memory_check.check_memory(found, 1 << 40, [place(4, (0, 1024))], [geometry(1024)], sparse=True)
+
+
 class TestPlanes:
     def test_a_plane_that_ends_with_the_mapping_fits(self) -> None:
-        memory_check.check_memory(sound(), 1000, [place(10, (0, 100))], [geometry(100)])
-        memory_check.check_memory(sound(), 1000, [place(10, (50, 95), (0, 100))], [geometry(95, 64)])
+        for where, shape in (
+            (place(10, (0, 100)), geometry(100)),
+            (place(10, (50, 95), (0, 100)), geometry(95, 64)),
+        ):
+            memory_check.check_memory(sound(), 1000, [where], [shape], sparse=False)
 
     @pytest.mark.parametrize(
         ("mapping_bytes", "where", "shape", "reason", "field"),
@@ -340,7 +409,7 @@ class TestPlanes:
     ) -> None:
         try:
             memory_check.check_memory(
-                sound(), mapping_bytes, [place(blocks, (base, stride))], [geometry(fragment)]
+                sound(), mapping_bytes, [place(blocks, (base, stride))], [geometry(fragment)], sparse=False
             )
         except Refusal:
             return

@@ -1,9 +1,14 @@
 """The device "cpu": engines' memory in sealed memfds, which the lanes' own threads copy."""
 
+from __future__ import annotations
+
 import mmap
+import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from kvtier_kernels import CopyPlan, PoolRecords
 
 from kvtierd.core.errors import Reason, Refusal
@@ -53,7 +58,7 @@ class CpuDevice:
                 field="ranges",
                 value=len(message.ranges),
             )
-        return CpuMemory(map_memfd(fds[0], message.mapping_bytes), message.mapping_bytes), 0
+        return CpuMemory(fds[0], message.mapping_bytes), 0
 
     def import_chunk(self, fd: int, size_bytes: int) -> Chunk:
         raise Refusal(
@@ -90,7 +95,7 @@ class CpuCopier:
         return False
 
     def submit(self, part: PartTask, chunk: slice) -> Flight:
-        assert isinstance(part.plan, CopyPlan)
+        assert isinstance(part.plan, CpuPlan)
         copy = self._load if part.is_load else self._store
         return Flight(part, chunk, copy(part, part.plan, chunk))
 
@@ -100,7 +105,7 @@ class CpuCopier:
     def settle(self, part: PartTask, end: PartEnd, over: Callable[[PartEnd], None]) -> None:
         over(end)
 
-    def _store(self, part: PartTask, plan: CopyPlan, chunk: slice) -> Blocks:
+    def _store(self, part: PartTask, plan: CpuPlan, chunk: slice) -> Blocks:
         slots = part.slots[chunk]
         generations = part.generations[chunk]
         good = self._records.check_writing(slots, generations, plan.slot_bytes).astype(np.bool_)
@@ -108,20 +113,22 @@ class CpuCopier:
         if not good.all():
             block_ids, slots, generations = block_ids[good], slots[good], generations[good]
         checksums = np.empty(len(slots), np.uint64)
-        plan.gather(block_ids, self._pool, slots, checksums)
+        plan.require_allocated(block_ids)
+        plan.copies.gather(block_ids, self._pool, slots, checksums)
         self._maybe_fail()
         # This raises, and the part fails, if a slot is not WRITING any more, or is for another block.
         self._records.set_data_checksums(slots, generations, checksums)
         return good
 
-    def _load(self, part: PartTask, plan: CopyPlan, chunk: slice) -> Blocks:
+    def _load(self, part: PartTask, plan: CpuPlan, chunk: slice) -> Blocks:
         slots = part.slots[chunk]
         generations = part.generations[chunk]
         good = part.loadable(self._records, chunk)
-        if good.all():
-            plan.scatter(part.block_ids[chunk], self._pool, slots)
-        else:
-            plan.scatter(part.block_ids[chunk][good], self._pool, slots[good])
+        block_ids, sources = part.block_ids[chunk], slots
+        if not good.all():
+            block_ids, sources = block_ids[good], slots[good]
+        plan.require_allocated(block_ids)
+        plan.copies.scatter(block_ids, self._pool, sources)
         self._maybe_fail()
         # A slot that was given to another block during the copy has other bytes now.
         good &= self._records.check(slots, generations, plan.slot_bytes).astype(np.bool_)
@@ -132,16 +139,60 @@ class CpuCopier:
             self._fault()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuPlan:
+    """Where the fragments of a group's blocks lie in a memfd."""
+
+    copies: CopyPlan
+    fd: int
+    """The memfd, under an offset of its own."""
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.copies.slot_bytes
+
+    @property
+    def planes(self) -> int:
+        return self.copies.planes
+
+    def require_allocated(self, block_ids: npt.NDArray[np.uint32]) -> None:
+        """Raises Refusal if there is a hole in the memory of these blocks. A copy from or to it would have
+        the system allocate it, as memory of this process."""
+        status = os.fstat(self.fd)
+        if status.st_blocks * 512 >= status.st_size:
+            return  # there is no hole at all
+        hole = self.copies.first_hole(block_ids, self.fd)
+        if hole is not None:
+            raise Refusal(
+                Reason.MAPPING_INVALID,
+                "a block lies in a hole of the memfd, and the daemon takes no memory for others: its owner "
+                "has to write to it before it is copied, and to keep it",
+                field="memfd offset",
+                value=hole,
+            )
+
+
 class CpuMemory:
     """A memfd that is mapped."""
 
-    def __init__(self, mapping: mmap.mmap, mapping_bytes: int) -> None:
-        self._mapping = mapping
+    def __init__(self, fd: int, mapping_bytes: int) -> None:
+        """The descriptor stays the caller's. Raises Refusal."""
+        self._mapping = map_memfd(fd, mapping_bytes)
         self._mapping_bytes = mapping_bytes
-
-    def plan(self, group: wire.MappedGroup) -> CopyPlan:
         try:
-            return CopyPlan(
+            # Opened anew, because looking for holes moves the offset, which would be the client's too.
+            self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            unmap(self._mapping)
+            raise Refusal(
+                Reason.MAPPING_INVALID,
+                f"the memfd cannot be opened again ({error.strerror}): leave its mode as it was made",
+                field="descriptor",
+            ) from None
+
+    def plan(self, group: wire.MappedGroup) -> CpuPlan:
+        try:
+            copies = CopyPlan(
                 memoryview(self._mapping)[: self._mapping_bytes],
                 np.array(group.base_offsets, np.uint64),
                 np.array(group.block_strides, np.uint64),
@@ -155,6 +206,8 @@ class CpuMemory:
                 field=f"groups[{group.group}]",
                 value=group.num_blocks,
             ) from None
+        return CpuPlan(copies, self._fd)
 
     def unmap(self) -> None:
         unmap(self._mapping)
+        os.close(self._fd)

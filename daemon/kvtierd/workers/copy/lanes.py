@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvtierd.core.errors import Refusal
 from kvtierd.workers.channel.status import StatusPage, StatusWord
 from kvtierd.workers.copy.device import Copier, Device, Flight
 from kvtierd.workers.copy.gates import Gates
@@ -381,9 +382,14 @@ class Lanes:
 
     def _failed(self, lane: _Lane, part: PartTask, error: Exception) -> None:
         """The part submits nothing any more, and fails when its chunks under way have landed."""
-        _log.error("a part failed", part=part.number, exc_info=error)
         assert part.run is not None
-        part.run.error = part.run.error or f"{type(error).__name__}: {error}"
+        if isinstance(error, Refusal):
+            _log.warning("a part failed", part=part.number, why=str(error))
+            why = str(error)
+        else:
+            _log.error("a part failed", part=part.number, exc_info=error)
+            why = f"{type(error).__name__}: {error}"
+        part.run.error = part.run.error or why
         with self.lock:
             lane.drop(part)
 

@@ -83,6 +83,17 @@ def test_what_is_copied_in_is_there_and_nothing_else(gpu: EngineGpu) -> None:
     assert pair.mirror.held_bytes == 0
 
 
+def test_blocks_get_their_memory_before_they_are_loaded(gpu: EngineGpu) -> None:
+    pair = Pair(gpu)
+    ids = [9, 8, 20]
+    pair.mirror.copy_out([9])
+    pair.mirror.populate(ids)
+    assert pair.mirror.held_bytes == len(ids) * 4 * PAGE
+    assert np.array_equal(pair.host[pair.inside([9])], pair.before[pair.inside([9])]), "it was there before"
+    pair.mirror.discard(ids)
+    assert pair.mirror.held_bytes == 0
+
+
 def test_a_mirror_of_a_large_cache_takes_nothing(gpu: EngineGpu) -> None:
     size = 512 << 20
     memory = DeviceMemory(gpu.alloc(size), size)
