@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -64,6 +64,9 @@ test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
 
 test-workload: setup ## more than 10,000 random requests on real engines in trouble, several models and seeds (12 minutes)
 	@$(PY) -m tools.check workload
+
+test-security: setup-light ## attacks by users of one host, hostile input, quotas; as root, or those with two users are left out
+	@$(PY) -m tools.check security
 
 test-audits: setup ## 3,000 audits of real engines of every family that runs here: no false alarm (15 minutes)
 	@$(PY) -m tools.check audits

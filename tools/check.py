@@ -199,6 +199,29 @@ AUDITS = pytest_stage(
     environment={"KVTIER_AUDITS_LONG": "1"},
 )
 
+SECURITY = pytest_stage(
+    "tests-security",
+    "not fake_gpu and not vllm and not gpu",
+    "Users of one host cannot read, poison, evict, stop or keep out what is another's, and hostile input ends "
+    "in a refusal.",
+    deadline_s=3_600,
+    folders=(
+        "tests/security",
+        f"{CAMPAIGNS}/bad_requests",
+        f"{CAMPAIGNS}/test_scarcity.py",
+        f"{CAMPAIGNS}/test_names_of_the_past.py",
+        *(
+            f"tests/integration/daemon/test_{name}.py"
+            for name in ("hostile", "holes", "permission", "privacy")
+        ),
+        "tests/unit/client/test_trust.py",
+        "tests/unit/core/test_tenants.py",
+        "tests/unit/kernels/test_hardening.py",
+    ),
+    workers=WORKERS,
+    environment={"KVTIER_LENGTH": "full"},
+)
+
 
 def full_steps() -> list[Stage | Beside]:
     """Returns everything that needs no GPU, no other host and no root."""
@@ -218,6 +241,7 @@ FORMS: dict[str, list[Stage | Beside]] = {
     "vllm": [engines(EACH), parallel_engines(EACH)],
     "autostart": [AUTOSTART],
     "audits": [AUDITS],
+    "security": [SECURITY],
     "workload": [WORKLOAD],
     "fake-gpu": [fake_gpu(EACH), engines(EACH, only="vllm and fake_gpu and not gpu")],
 }
