@@ -202,8 +202,8 @@ AUDITS = pytest_stage(
 SECURITY = pytest_stage(
     "tests-security",
     "not fake_gpu and not vllm and not gpu",
-    "Users of one host cannot read, poison, evict, stop or keep out what is another's, and hostile input ends "
-    "in a refusal.",
+    "Users of one host cannot read, poison, evict, stop or keep out what is another's, and hostile input "
+    "ends in a refusal.",
     deadline_s=3_600,
     folders=(
         "tests/security",
