@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.integration.daemon.raw import RawSession
 from tests.support.process import DEADLINE_S
@@ -34,10 +35,12 @@ def being(uid: int) -> Iterator[None]:
         os.setgroups(groups)
 
 
-def session(uid: int, socket: Path) -> RawSession:
+def session(uid: int, socket: Path, **options: Any) -> RawSession:
     """A session of this user; its side connection is open, and nothing has been said."""
+    if os.geteuid() == uid:
+        return RawSession(socket, **options)
     with being(uid):
-        return RawSession(socket)
+        return RawSession(socket, **options)
 
 
 def run_as(uid: int, command: Sequence[str]) -> subprocess.CompletedProcess[str]:

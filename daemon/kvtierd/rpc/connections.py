@@ -22,6 +22,7 @@ from kvtierd.core.stimuli import AuditReport, GroupGeometry, SessionRole
 from kvtierd.logs import logger
 from kvtierd.rpc.audits import EnginesMet, refuse_of_ranks
 from kvtierd.rpc.hello import Greeting
+from kvtierd.rpc.pace import LoopPace
 from kvtierd.rpc.peers import PeerProcess
 from kvtierd.rpc.queries import Caller
 
@@ -89,6 +90,7 @@ class Connections:
         self._by_token: dict[bytes, Connection] = {}
         self._of_tenant: Counter[str] = Counter()
         self._shared = shared
+        self.pace = LoopPace(lambda: len(self._of_tenant))
         self._ids = itertools.count(1)
         self._closing = False
         self._engines = EnginesMet(clock)
@@ -191,6 +193,8 @@ class Connections:
         connection.ended = why
         del self._by_token[connection.token]
         self._of_tenant[connection.peer.tenant] -= 1
+        if not self._of_tenant[connection.peer.tenant]:
+            del self._of_tenant[connection.peer.tenant]
         asyncio.get_running_loop().remove_reader(connection.peer.pidfd)
         os.close(connection.peer.pidfd)
         if connection.greeting is not None:

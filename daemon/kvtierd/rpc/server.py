@@ -150,13 +150,17 @@ class RpcServer:
     def _unary(self, name: str, call: Callable[[Any, Caller], Any]) -> Serve:
         observed = name.lower()
 
-        def answer(request: Any, _: Any) -> Any:
-            started_s = time.perf_counter()
+        async def answer(request: Any, _: Any) -> Any:
             connection = self._connections.by_token(request.session.token)
             self._connections.heard(connection)
+            await self._connections.pace.wait(connection.peer.tenant)
+            started_s = time.perf_counter()
             reply = call(request, connection.caller(request.session.epoch))
-            if not isinstance(reply, Awaitable):
-                self._observe(observed, time.perf_counter() - started_s)
+            if isinstance(reply, Awaitable):
+                return await reply
+            took_s = time.perf_counter() - started_s
+            self._connections.pace.spent(connection.peer.tenant, took_s)
+            self._observe(observed, took_s)
             return reply
 
         return answering(answer)

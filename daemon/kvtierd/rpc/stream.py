@@ -276,6 +276,7 @@ class AttachStream:
                 return
         hurried = []
         for each in requests:
+            await self._connections.pace.wait(connection.peer.tenant)
             reply = self._reply(connection, each)
             if reply is None:
                 continue
@@ -297,8 +298,10 @@ class AttachStream:
             response = self._respond(connection, body, request)
         except Refusal as refusal:
             response = cache_pb2.AttachResponse(id=request.id, error=to_error(refusal))
+        took_s = time.perf_counter() - started_s
+        self._connections.pace.spent(connection.peer.tenant, took_s)
         if body is not None and body != "wait":
-            self._observe(body, time.perf_counter() - started_s)
+            self._observe(body, took_s)
         return response
 
     def _respond(
