@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -99,6 +99,9 @@ figures: ## the plot in the README, drawn anew from the numbers in docs/figures
 
 pictures: setup ## the pictures of the dashboard in docs/: ten minutes of real engines, on Debian (its Prometheus)
 	@$(PY) -m tests.deploy.picture --out docs
+
+locks: ## the versions and hashes of what the image is made of, anew, from the package index
+	@tools/setup.sh tools && $(PY) -m tools.locks
 
 wheels: setup-light ## what a release consists of, into dist/: the sdist, and a manylinux wheel for each Python at hand
 	@$(PY) -m tools.wheels

@@ -72,7 +72,8 @@ def _base() -> str:
 
 def build_image() -> Image:
     """Built once for each state of the sources."""
-    digest = hashlib.sha256(DOCKERFILE.read_bytes() + sources_digest().encode()).hexdigest()[:16]
+    recipe = b"".join(path.read_bytes() for path in sorted(DOCKERFILE.parent.iterdir()))
+    digest = hashlib.sha256(recipe + sources_digest().encode()).hexdigest()[:16]
     name = f"localhost/kvtier:{digest}"
     STORAGE.mkdir(parents=True, exist_ok=True)
     if name not in _buildah("images", "--format", "{{.Name}}:{{.Tag}}"):

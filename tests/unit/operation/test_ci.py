@@ -45,3 +45,12 @@ def test_both_processors_are_tested_and_built_for() -> None:
 def test_every_job_ends_and_may_only_read() -> None:
     assert WORKFLOW["permissions"] == {"contents": "read"}
     assert all(job["timeout-minutes"] > 0 for job in JOBS.values())
+
+
+def test_actions_are_named_by_their_commits() -> None:
+    """A tag may be moved to another commit by whoever gets hold of the action's repository."""
+    uses = re.findall(r"uses: (.*)", (REPO / ".github/workflows/ci.yml").read_text())
+    assert len(uses) >= 8
+    assert not [
+        each for each in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)
+    ]
