@@ -10,6 +10,7 @@ import itertools
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ from kvtierd.rpc.hello import Greeting
 from kvtierd.rpc.queries import Caller
 
 TOKEN_BYTES = 16
+SILENT_LEAST = 8
+"""So many connections may be without a Hello, however few sessions there may be."""
 
 log = logger(__name__)
 
@@ -82,6 +85,10 @@ class Connections:
         self._cache = cache
         self.boot_nonce = cache.boot_nonce
         self._sessions_max = sessions_max
+        self._silent_max = max(SILENT_LEAST, sessions_max // 2)
+        self._silent_of_user_max = max(SILENT_LEAST, sessions_max // 4)
+        self._silent: Counter[int] = Counter()
+        """For each user, connections that have not said Hello."""
         self._hello_deadline_s = hello_deadline_s
         self.silence_s = silence_s
         self._clock = clock
@@ -100,8 +107,18 @@ class Connections:
         if len(self._by_token) >= self._sessions_max:
             raise Refusal(
                 Reason.QUEUE_FULL,
-                f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max)",
+                f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max, or what its "
+                "limit of open files allows)",
             )
+        of_user, silent = self._silent[peer.uid], self._silent.total()
+        if of_user >= self._silent_of_user_max or silent >= self._silent_max:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"{silent} connections have not said Hello, {of_user} of them of uid {peer.uid}: at most "
+                f"{self._silent_max} and {self._silent_of_user_max} may (by server.sessions_max); each is "
+                f"closed after {self._hello_deadline_s:g} s (server.hello_deadline_s)",
+            )
+        self._silent[peer.uid] += 1
         now = self._clock()
         connection = Connection(SessionId(next(self._ids)), secrets.token_bytes(TOKEN_BYTES), peer, now, now)
         self._by_token[connection.token] = connection
@@ -144,6 +161,7 @@ class Connections:
             greeting.configuration,
         )
         reply = self._cache.attach(attach, about, listener)
+        self._spoke(connection)
         connection.greeting = greeting
         connection.epoch = reply.epoch
         if SessionRole.SCHEDULER in attach.role:
@@ -173,12 +191,21 @@ class Connections:
         del self._by_token[connection.token]
         asyncio.get_running_loop().remove_reader(connection.peer.pidfd)
         os.close(connection.peer.pidfd)
-        if connection.greeting is not None:
+        if connection.greeting is None:
+            self._spoke(connection)
+        else:
             log.info("session ended", session=connection.id, pid=connection.peer.pid, why=why.message)
             self._cache.end_session(connection.id, why.message)
         for callback in connection.on_end:
             callback(why)
         connection.on_end.clear()
+
+    def _spoke(self, connection: Connection) -> None:
+        """A connection is no longer one that has not said Hello."""
+        uid = connection.peer.uid
+        self._silent[uid] -= 1
+        if not self._silent[uid]:
+            del self._silent[uid]
 
     def end_all(self, why: Refusal) -> None:
         """Ends every session, and opens no more."""

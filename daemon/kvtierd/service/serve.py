@@ -2,6 +2,7 @@
 
 import asyncio
 import grp
+import math
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ from kvtierd import logs
 from kvtierd.cache import Cache, DiskFile, run_ticks
 from kvtierd.cli.interrupts import Noted
 from kvtierd.config.daemon import Config, Loaded
+from kvtierd.config.descriptors import RESERVE, DescriptorShares, descriptors_wanted, shares_within
 from kvtierd.config.reload import Reloaded, compare
 from kvtierd.config.settings import ConfigError, human_size
 from kvtierd.core.blocks.slots import PoolGeometry
@@ -30,7 +32,7 @@ from kvtierd.core.stimuli import Reconfigure
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
-from kvtierd.preflight import descriptors_wanted, require
+from kvtierd.preflight import require
 from kvtierd.rpc.connections import Connections
 from kvtierd.rpc.server import RpcServer
 from kvtierd.rpc.side import SideServer
@@ -70,7 +72,7 @@ def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
     require(loaded)
     stop = Noted(signal.SIGINT, signal.SIGTERM)
     config = loaded.config
-    want_descriptors(descriptors_wanted(config))
+    shares = shares_within(config, want_descriptors(descriptors_wanted(config)))
     with ExitStack() as stack:
         notifier = Notifier()
         stack.callback(notifier.close)
@@ -86,7 +88,8 @@ def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
             stack.callback(disk.image.close)
             disks.append(disk)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Daemon(loaded, read_again, stop, notifier, sockets, pool, disks, gid).run())
+            daemon = _Daemon(loaded, read_again, stop, notifier, sockets, pool, disks, gid, shares)
+            return runner.run(daemon.run())
 
 
 def first_epoch(boot_nonce: int) -> int:
@@ -95,13 +98,16 @@ def first_epoch(boot_nonce: int) -> int:
     return (boot_nonce >> 24 << EPOCH_BITS) + 1
 
 
-def want_descriptors(count: int) -> None:
-    """Raises the limit on open descriptors as far as it may go."""
+def want_descriptors(count: int) -> float:
+    """Raises the limit on open descriptors as far as it may go. Returns what it is then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
+    if soft == resource.RLIM_INFINITY:
+        return math.inf
+    if soft >= count:
+        return soft
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 def group_id(name: str) -> int | None:
@@ -179,8 +185,10 @@ class _Daemon:
         pool: HostPool,
         disks: list[DiskFile],
         gid: int | None,
+        shares: DescriptorShares,
     ) -> None:
         self._config = loaded.config
+        self._shares = shares
         self._may_move_metrics = loaded.may_move_metrics
         self._read_again = read_again
         self._early = early
@@ -264,6 +272,7 @@ class _Daemon:
             limits,
             disks=self._disks,
             pool_path=config.pool.file,
+            pages_max=self._shares.pages,
             clock=clock,
         )
         cache.handle(self._pool.recovered)
@@ -276,7 +285,7 @@ class _Daemon:
         await self._wait_for_disks(workers, cache)
         connections = Connections(
             cache,
-            sessions_max=config.server.sessions_max,
+            sessions_max=self._shares.sessions,
             hello_deadline_s=config.server.hello_deadline_s,
             silence_s=config.server.session_silence_s,
             clock=clock,
@@ -287,6 +296,7 @@ class _Daemon:
             connections,
             limits,
             config.server,
+            self._shares.connections,
             int(self._pool.geometry.capacity_bytes * config.limits.leased_fraction_max) // PAGE_BYTES,
             AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line()),
             metrics.observe_rpc,
@@ -306,6 +316,7 @@ class _Daemon:
             pool_bytes=len(self._pool.array),
             register_writer=self._pool.register_writer,
             events=events,
+            reserve=RESERVE,
             disks=[self._disk_options(disk) for disk in self._disks],
             limits=SupervisorLimits(
                 copy_deadline_s=config.workers.copy_deadline_s, gpu_idle_s=config.workers.gpu_idle_s
@@ -358,7 +369,7 @@ class _Daemon:
             rpc.bind(self._sockets.grpc_path)
         listener = self._sockets.bind_side()
         self._sockets.open_to_group()
-        side = SideServer(listener, connections, cache, self._gid)
+        side = SideServer(listener, connections, cache, self._gid, self._shares.in_transit)
         stack.callback(side.close)
         stack.push_async_callback(rpc.stop, 0)
         await rpc.start()
