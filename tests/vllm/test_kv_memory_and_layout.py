@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import kvtier.memory
 import pytest
 from kvtier import Group, GroupKind, Plane
 from kvtier_vllm.groups import UnsupportedLayout, groups_of
@@ -65,9 +66,10 @@ def test_what_another_process_writes_is_what_the_engine_reads(memory: SharedKVMe
     assert not cache[4].any()
 
 
-def test_memory_is_zero_sealed_and_whole_pages() -> None:
+def test_memory_is_zero_allocated_sealed_and_whole_pages() -> None:
     memory = SharedKVMemory(5000)
     assert memory.size_bytes == 8192
+    assert os.fstat(memory.fileno()).st_blocks * 512 == 8192, "the engine pays for it, and not the daemon"
     assert os.pread(memory.fileno(), 8192, 0) == bytes(8192)
     with pytest.raises(PermissionError):
         os.ftruncate(memory.fileno(), 4096)
@@ -77,6 +79,14 @@ def test_memory_is_zero_sealed_and_whole_pages() -> None:
         fcntl.fcntl(memory.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     memory.close()
     memory.close()
+
+
+def test_memory_that_is_not_there_is_told_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvtier.memory, "MADV_POPULATE_WRITE", -1)  # the system refuses
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(NotShareable, match=r"size_bytes=8192: no memory for so many bytes.*share less"):
+        SharedKVMemory(5000)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_only_the_kv_allocation_is_answered(memory: SharedKVMemory) -> None:

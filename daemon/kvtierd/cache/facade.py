@@ -57,8 +57,10 @@ class Cache:
         *,
         disks: Sequence[DiskFile] = (),
         pool_path: Path | None,
+        pages_max: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`pages_max`: index pages, each of which takes a descriptor."""
         self._machine = machine
         self._pool = pool
         self._workers = workers
@@ -71,7 +73,7 @@ class Cache:
         self._writers: dict[WorkerId, int] = {}
         """The pool's writer id of every worker that was ever live."""
         self.disks = DiskFiles(disks, workers, pool.boot_nonce, self.post)
-        self.pages = SharedPages(machine, self.handle, pool.boot_nonce)
+        self.pages = SharedPages(machine, self.handle, pool.boot_nonce, pages_max)
         self._gate_deadline_ms = round(limits.gate_deadline_s * 1000)
         self._clearing = Clearing(machine, self.handle, self.disks, workers)
         self._sessions: dict[SessionId, _Session] = {}

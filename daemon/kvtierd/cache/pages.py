@@ -13,16 +13,20 @@ from kvtierd.memory import SharedPage
 class SharedPages:
     """The page of each space that has one. For use on the event loop only."""
 
-    def __init__(self, machine: Machine, publish: Callable[[PublishPage], object], boot_nonce: int) -> None:
+    def __init__(
+        self, machine: Machine, publish: Callable[[PublishPage], object], boot_nonce: int, pages_max: int
+    ) -> None:
+        """`pages_max`: each page takes a descriptor."""
         self._machine = machine
+        self._pages_max = pages_max
         self._publish = publish
         self._boot_nonce = boot_nonce
         self._pages: dict[SpaceId, SharedPage] = {}
 
     def open(self, session: SessionId, group: int) -> int:
         """A descriptor of the page of one group, for the instance for which a session schedules. The caller
-        closes it. Raises Refusal ROLE, INSTANCE_INCOMPLETE, UNKNOWN_GROUP or, if the page cannot be made,
-        QUEUE_FULL."""
+        closes it. Raises Refusal ROLE, INSTANCE_INCOMPLETE, UNKNOWN_GROUP or, if there are too many pages or
+        this one cannot be made, QUEUE_FULL."""
         space, blocks = self._machine.page_wanted(session, group)
         if blocks is not None:
             self._make(session, group, space, blocks)
@@ -32,6 +36,14 @@ class SharedPages:
             raise _no_room(error) from error
 
     def _make(self, session: SessionId, group: int, space: SpaceId, blocks: int) -> None:
+        if len(self._pages) >= self._pages_max:
+            raise Refusal(
+                Reason.QUEUE_FULL,
+                f"the daemon has as many index pages as its open files allow ({self._pages_max}): go on "
+                "without, or raise the limit of open files (kvtierctl doctor says how many are wanted)",
+                field="open_index.group",
+                value=group,
+            )
         try:
             page = SharedPage(blocks, self._boot_nonce)
         except OSError as error:

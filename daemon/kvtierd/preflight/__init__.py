@@ -16,12 +16,11 @@ from kvtierd.preflight.host import (
     check_kernel,
     check_limits,
     check_numa,
-    descriptors_wanted,
 )
 from kvtierd.preflight.listening import check_ports, check_sockets, daemon_at
 from kvtierd.preflight.pool import check_pool
 
-__all__ = ["Finding", "NotReadyError", "Verdict", "descriptors_wanted", "examine", "require"]
+__all__ = ["Finding", "NotReadyError", "Verdict", "examine", "require"]
 
 Check = Callable[[Situation], Iterator[Finding]]
 

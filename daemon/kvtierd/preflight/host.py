@@ -6,7 +6,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtierd.config.daemon import Config
+from kvtierd.config.descriptors import descriptors_wanted, shares_within
 from kvtierd.preflight.asking import DEADLINE_S, ask
 from kvtierd.preflight.findings import Finding, Situation, Verdict
 
@@ -17,26 +17,8 @@ KERNEL_MIN_CONTAINERS = (6, 5)
 """The first Linux with SO_PEERPIDFD. Without it the daemon cannot see the death of a process in another pid
 namespace."""
 CUDA_MAJOR_LEAST = 12
-DESCRIPTORS_OF_OUR_OWN = 256
-DESCRIPTORS_OF_CHUNKS = 2_048
-"""Descriptors of memory chunks in transit: 16 ranks that register GPU memory at once send 64 each, and their
-workers get as many."""
-DESCRIPTORS_PER_DISK = 8
-"""The descriptors of a disk: its image, and its worker's channel and pidfd, twice during a replacement."""
-DESCRIPTORS_PER_SESSION = 4
-"""The descriptors of a session: two connections, a pidfd, and one in transit to a copy worker."""
 DEV = Path("/dev")
 SYS = Path("/sys")
-
-
-def descriptors_wanted(config: Config) -> int:
-    """How many files a daemon has open when it serves all that its configuration allows."""
-    return (
-        DESCRIPTORS_OF_OUR_OWN
-        + DESCRIPTORS_OF_CHUNKS
-        + len(config.disk.paths) * DESCRIPTORS_PER_DISK
-        + config.server.sessions_max * DESCRIPTORS_PER_SESSION
-    )
 
 
 def check_kernel(_: Situation) -> Iterator[Finding]:
@@ -71,7 +53,8 @@ def check_limits(situation: Situation) -> Iterator[Finding]:
     wanted = descriptors_wanted(situation.config)
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < wanted:
-        found = f"at most {files:,}, and {wanted:,} may be needed for all sessions"
+        sessions_max = shares_within(situation.config, files).sessions
+        found = f"at most {files:,}, and {wanted:,} may be needed: only {sessions_max} sessions are served"
         remedy = "raise the hard limit (in the unit: LimitNOFILE=65536; a shell: ulimit -Hn), or lower it"
         sessions = situation.config.server.sessions_max
         yield Finding("open files", Verdict.WARNING, found, remedy, "server.sessions_max", sessions)

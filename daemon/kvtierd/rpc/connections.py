@@ -33,6 +33,8 @@ them."""
 
 SHARE = 8
 """How many times what is free a tenant may have of the sessions."""
+SILENT_LEAST = 8
+"""So many connections may be without a Hello, however few sessions there may be."""
 
 log = logger(__name__)
 
@@ -46,8 +48,8 @@ class Connection:
     peer: PeerProcess
     opened_at_s: float
     heard_at_s: float
-    spare: bool = False
-    """An operator's, beyond the number of sessions: it cannot attach."""
+    spare: Refusal | None = None
+    """Why there was no room for it, if an operator has opened it all the same: it cannot attach."""
     on_end: list[Callable[[Refusal], None]] = field(default_factory=list)
     """Functions that are called once, when the session is over: they close the stream and the side
     connection."""
@@ -84,6 +86,11 @@ class Connections:
         self._cache = cache
         self.boot_nonce = cache.boot_nonce
         self._sessions_max = sessions_max
+        self._silent_max = max(SILENT_LEAST, sessions_max // 2)
+        self._silent_of_user_max = max(SILENT_LEAST, sessions_max // 4)
+        self._spare = 0
+        self._silent: Counter[int] = Counter()
+        """For each user, connections that have not said Hello."""
         self._hello_deadline_s = hello_deadline_s
         self.silence_s = silence_s
         self._clock = clock
@@ -102,12 +109,14 @@ class Connections:
         """A new session of a process that has just connected; takes over `peer.pidfd`. Raises Refusal."""
         if self._closing:
             raise Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
-        left = self._is_left_for(peer.tenant)
-        if not left and not (peer.operator and len(self._by_token) < self._sessions_max + OPERATORS_MAX):
-            raise self._full(peer)
+        refusal = self._refusal(peer)
+        if refusal is not None and not (peer.operator and self._spare < OPERATORS_MAX):
+            raise refusal
+        self._spare += refusal is not None
+        self._silent[peer.uid] += 1
         now = self._clock()
         token = secrets.token_bytes(TOKEN_BYTES)
-        connection = Connection(SessionId(next(self._ids)), token, peer, now, now, spare=not left)
+        connection = Connection(SessionId(next(self._ids)), token, peer, now, now, spare=refusal)
         self._by_token[connection.token] = connection
         self._of_tenant[peer.tenant] += 1
         asyncio.get_running_loop().add_reader(
@@ -115,18 +124,26 @@ class Connections:
         )
         return connection
 
-    def _is_left_for(self, tenant: str) -> bool:
-        """Whether a tenant may have another session. Where several may come, each leaves some for others: it
-        has no more than `SHARE` times what is free."""
-        own, free = self._of_tenant[tenant], self._sessions_max - len(self._by_token)
-        return free > 0 and (not self._shared or own == 0 or own < SHARE * (free - 1))
-
-    def _full(self, peer: PeerProcess) -> Refusal:
-        return Refusal(
-            Reason.QUEUE_FULL,
-            f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max); tenant "
-            f"{peer.tenant!r} has {self._of_tenant[peer.tenant]} of them, and none is left for it",
-        )
+    def _refusal(self, peer: PeerProcess) -> Refusal | None:
+        """Why a process may not open another session; None if it may. Where users besides the daemon's own
+        may connect, each tenant leaves some for others: it has no more than `SHARE` times what is free."""
+        own, free = self._of_tenant[peer.tenant], self._sessions_max - len(self._by_token)
+        if free <= 0 or (self._shared and own and own >= SHARE * (free - 1)):
+            return Refusal(
+                Reason.QUEUE_FULL,
+                f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max, or what its "
+                f"limit of open files allows); tenant {peer.tenant!r} has {own} of them, and no more are left "
+                "for it",
+            )
+        of_user, silent = self._silent[peer.uid], self._silent.total()
+        if of_user >= self._silent_of_user_max or silent >= self._silent_max:
+            return Refusal(
+                Reason.QUEUE_FULL,
+                f"{silent} connections have not said Hello, {of_user} of them of uid {peer.uid}: at most "
+                f"{self._silent_max} and {self._silent_of_user_max} may (by server.sessions_max); each is "
+                f"closed after {self._hello_deadline_s:g} s (server.hello_deadline_s)",
+            )
+        return None
 
     def by_token(self, token: bytes) -> Connection:
         """The session with this token. Raises Refusal UNKNOWN_TOKEN."""
@@ -148,8 +165,8 @@ class Connections:
         """Attaches a session. Raises Refusal; the session may then send another Hello on another stream."""
         if connection.greeting is not None:
             raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")
-        if connection.spare:
-            raise self._full(connection.peer)
+        if connection.spare is not None:
+            raise connection.spare
         attach = greeting.attach
         names = {
             SessionRole.SCHEDULER: "scheduler",
@@ -165,6 +182,7 @@ class Connections:
             connection.peer.uid,
         )
         reply = self._cache.attach(attach, about, listener)
+        self._spoke(connection)
         connection.greeting = greeting
         connection.epoch = reply.epoch
         if SessionRole.SCHEDULER in attach.role:
@@ -192,17 +210,27 @@ class Connections:
             return
         connection.ended = why
         del self._by_token[connection.token]
+        self._spare -= connection.spare is not None
         self._of_tenant[connection.peer.tenant] -= 1
         if not self._of_tenant[connection.peer.tenant]:
             del self._of_tenant[connection.peer.tenant]
         asyncio.get_running_loop().remove_reader(connection.peer.pidfd)
         os.close(connection.peer.pidfd)
-        if connection.greeting is not None:
+        if connection.greeting is None:
+            self._spoke(connection)
+        else:
             log.info("session ended", session=connection.id, pid=connection.peer.pid, why=why.message)
             self._cache.end_session(connection.id, why.message)
         for callback in connection.on_end:
             callback(why)
         connection.on_end.clear()
+
+    def _spoke(self, connection: Connection) -> None:
+        """A connection is no longer one that has not said Hello."""
+        uid = connection.peer.uid
+        self._silent[uid] -= 1
+        if not self._silent[uid]:
+            del self._silent[uid]
 
     def end_all(self, why: Refusal) -> None:
         """Ends every session, and opens no more."""

@@ -22,7 +22,7 @@ from kvtierd.rpc.connections import Connections
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.guard import HARD_LIMIT_FACTOR
 from kvtierd.rpc.handlers import Serve, answering, generic_handler
-from kvtierd.rpc.health import LIVE, HealthServer, status_of
+from kvtierd.rpc.health import LIVE, HealthServer, bounded, status_of
 from kvtierd.rpc.peers import PeerRules
 from kvtierd.rpc.queries import Caller
 from kvtierd.rpc.sockets import SocketError
@@ -51,6 +51,7 @@ class RpcServer:
         connections: Connections,
         limits: CoreLimits,
         settings: ServerConfig,
+        connections_max: int,
         leased_blocks_max: int,
         about: AboutDaemon,
         rules: PeerRules,
@@ -58,8 +59,8 @@ class RpcServer:
         stop: Callable[[], None],
         reload: Reload,
     ) -> None:
-        """`leased_blocks_max` is told to clients; the core decides by bytes. `stop` begins the end of the
-        daemon, as an operator's signal would."""
+        """`connections_max`: connections of gRPC at once. `leased_blocks_max` is told to clients; the core
+        decides by bytes. `stop` begins the end of the daemon, as an operator's signal would."""
         self._cache = cache
         self._connections = connections
         self._observe = observe
@@ -68,6 +69,7 @@ class RpcServer:
         self._admin = AdminCalls(cache, about, Authority(connections, rules), self.draining, reload)
         self._bytes_max = settings.message_bytes_max
         self._health_listen = settings.health_listen
+        self._hello_deadline_s = settings.hello_deadline_s
         self._health_server: HealthServer | None = None
         self._stream_settings = StreamSettings(
             hello_deadline_s=settings.hello_deadline_s,
@@ -89,6 +91,7 @@ class RpcServer:
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_concurrent_streams", RPCS_PER_CONNECTION),
+                *bounded(connections_max, settings.hello_deadline_s),
             ],
             maximum_concurrent_rpcs=settings.sessions_max * RPCS_PER_SESSION,
         )
@@ -118,7 +121,7 @@ class RpcServer:
         except RuntimeError as error:
             raise SocketError(f"{path} cannot be bound: {error}") from error
         if self._health_listen != "off":
-            self._health_server = HealthServer(self._health_listen, self._health)
+            self._health_server = HealthServer(self._health_listen, self._health, self._hello_deadline_s)
 
     async def start(self) -> None:
         await self._server.start()

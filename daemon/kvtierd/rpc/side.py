@@ -5,6 +5,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 from kvtier.v1 import side_pb2
@@ -39,12 +40,19 @@ class SideServer:
     """Accepts side connections on a listening socket. Each of them is one session."""
 
     def __init__(
-        self, listener: socket.socket, connections: Connections, cache: Cache, rules: PeerRules
+        self,
+        listener: socket.socket,
+        connections: Connections,
+        cache: Cache,
+        rules: PeerRules,
+        descriptors_max: int,
     ) -> None:
+        """`descriptors_max`: of all clients, sent and not dealt with yet."""
         self._listener = listener
         self._connections = connections
         self._cache = cache
         self._rules = rules
+        self._transit = _Transit(descriptors_max)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(listener.fileno(), self._accept)
 
@@ -82,19 +90,33 @@ class SideServer:
                 pass  # it is gone already, or does not read
             sock.close()
             return
-        _SideConnection(sock, connection, self._connections, self._cache)
+        _SideConnection(sock, connection, self._connections, self._cache, self._transit)
 
     def _accept_again(self) -> None:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
 
+@dataclass(slots=True)
+class _Transit:
+    """Descriptors that clients have sent, and that are still open."""
+
+    most: int
+    count: int = 0
+
+
 class _SideConnection:
     """One side connection. It serves one request after another."""
 
     def __init__(
-        self, sock: socket.socket, connection: Connection, connections: Connections, cache: Cache
+        self,
+        sock: socket.socket,
+        connection: Connection,
+        connections: Connections,
+        cache: Cache,
+        transit: _Transit,
     ) -> None:
+        self._transit = transit
         self._connection = connection
         self._connections = connections
         self._cache = cache
@@ -113,15 +135,19 @@ class _SideConnection:
         connection.on_end.append(self._end)
 
     def _packet(self, packet: bytes, fds: list[int]) -> None:
-        if not self._requests.full() and self._waiting_descriptors + len(fds) <= WAITING_DESCRIPTORS_MAX:
-            self._waiting_descriptors += len(fds)
-            self._requests.put_nowait((packet, fds))
-        else:
-            _close(fds)
-            self._connections.end(
-                self._connection,
-                Refusal(Reason.QUEUE_FULL, "it sends on the side socket without reading replies"),
+        if self._requests.full() or self._waiting_descriptors + len(fds) > WAITING_DESCRIPTORS_MAX:
+            why = "it sends on the side socket without reading replies"
+        elif self._transit.count + len(fds) > self._transit.most:
+            why = (
+                f"clients have sent more than {self._transit.most} descriptors at once: register again later"
             )
+        else:
+            self._waiting_descriptors += len(fds)
+            self._transit.count += len(fds)
+            self._requests.put_nowait((packet, fds))
+            return
+        _close(fds)
+        self._connections.end(self._connection, Refusal(Reason.QUEUE_FULL, why))
 
     def _closed(self, reason: str) -> None:
         self._connections.end(
@@ -132,13 +158,19 @@ class _SideConnection:
         self._task.cancel()
         self._channel.close(why.message)
         while not self._requests.empty():
-            _close(self._requests.get_nowait()[1])
+            fds = self._requests.get_nowait()[1]
+            self._transit.count -= len(fds)
+            _close(fds)
 
     async def _serve(self) -> None:
         while True:
             packet, fds = await self._requests.get()
-            self._waiting_descriptors -= len(fds)
-            await self._serve_one(packet, fds)
+            count = len(fds)
+            self._waiting_descriptors -= count
+            try:
+                await self._serve_one(packet, fds)
+            finally:
+                self._transit.count -= count
 
     def _served(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import grp
+import math
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ from kvtierd import logs
 from kvtierd.cache import Cache, DiskFile, run_ticks
 from kvtierd.cli.interrupts import Noted
 from kvtierd.config.daemon import Config, Loaded
+from kvtierd.config.descriptors import RESERVE, DescriptorShares, descriptors_wanted, shares_within
 from kvtierd.config.reload import Reloaded, compare
 from kvtierd.config.settings import ConfigError, human_size
 from kvtierd.core.blocks.slots import PoolGeometry
@@ -30,7 +32,7 @@ from kvtierd.core.stimuli import Reconfigure
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
-from kvtierd.preflight import descriptors_wanted, require
+from kvtierd.preflight import require
 from kvtierd.rpc.connections import Connections
 from kvtierd.rpc.peers import PeerRules
 from kvtierd.rpc.server import RpcServer
@@ -71,7 +73,7 @@ def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
     require(loaded)
     stop = Noted(signal.SIGINT, signal.SIGTERM)
     config = loaded.config
-    want_descriptors(descriptors_wanted(config))
+    shares = shares_within(config, want_descriptors(descriptors_wanted(config)))
     with ExitStack() as stack:
         notifier = Notifier()
         stack.callback(notifier.close)
@@ -88,7 +90,8 @@ def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
             stack.callback(disk.image.close)
             disks.append(disk)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Daemon(loaded, read_again, stop, notifier, sockets, pool, disks, rules).run())
+            daemon = _Daemon(loaded, read_again, stop, notifier, sockets, pool, disks, rules, shares)
+            return runner.run(daemon.run())
 
 
 def first_epoch(boot_nonce: int) -> int:
@@ -97,13 +100,16 @@ def first_epoch(boot_nonce: int) -> int:
     return (boot_nonce >> 24 << EPOCH_BITS) + 1
 
 
-def want_descriptors(count: int) -> None:
-    """Raises the limit on open descriptors as far as it may go."""
+def want_descriptors(count: int) -> float:
+    """Raises the limit on open descriptors as far as it may go. Returns what it is then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
+    if soft == resource.RLIM_INFINITY:
+        return math.inf
+    if soft >= count:
+        return soft
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 def group_id(name: str) -> int | None:
@@ -181,8 +187,10 @@ class _Daemon:
         pool: HostPool,
         disks: list[DiskFile],
         rules: PeerRules,
+        shares: DescriptorShares,
     ) -> None:
         self._config = loaded.config
+        self._shares = shares
         self._may_move_metrics = loaded.may_move_metrics
         self._read_again = read_again
         self._early = early
@@ -267,6 +275,7 @@ class _Daemon:
             limits,
             disks=self._disks,
             pool_path=config.pool.file,
+            pages_max=self._shares.pages,
             clock=clock,
         )
         cache.handle(self._pool.recovered)
@@ -279,7 +288,7 @@ class _Daemon:
         await self._wait_for_disks(workers, cache)
         connections = Connections(
             cache,
-            sessions_max=config.server.sessions_max,
+            sessions_max=self._shares.sessions,
             hello_deadline_s=config.server.hello_deadline_s,
             silence_s=config.server.session_silence_s,
             shared=self._rules.gid is not None,
@@ -291,6 +300,7 @@ class _Daemon:
             connections,
             limits,
             config.server,
+            self._shares.connections,
             int(self._pool.geometry.capacity_bytes * config.limits.leased_fraction_max) // PAGE_BYTES,
             AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line()),
             self._rules,
@@ -311,6 +321,7 @@ class _Daemon:
             pool_bytes=len(self._pool.array),
             register_writer=self._pool.register_writer,
             events=events,
+            reserve=RESERVE,
             disks=[self._disk_options(disk) for disk in self._disks],
             limits=SupervisorLimits(
                 copy_deadline_s=config.workers.copy_deadline_s, gpu_idle_s=config.workers.gpu_idle_s
@@ -363,7 +374,7 @@ class _Daemon:
             rpc.bind(self._sockets.grpc_path)
         listener = self._sockets.bind_side()
         self._sockets.open_to_group()
-        side = SideServer(listener, connections, cache, self._rules)
+        side = SideServer(listener, connections, cache, self._rules, self._shares.in_transit)
         stack.callback(side.close)
         stack.push_async_callback(rpc.stop, 0)
         await rpc.start()

@@ -71,7 +71,9 @@ class Front:
             register_writer=self.pool.register_writer,
             events=self._worker_event,
         )
-        self.cache = Cache(self.machine, self.pool, self.workers, LIMITS, pool_path=None, clock=clock)
+        self.cache = Cache(
+            self.machine, self.pool, self.workers, LIMITS, pool_path=None, pages_max=64, clock=clock
+        )
         self.cache.handle(self.pool.recovered)
         self.connections = Connections(
             self.cache, sessions_max=64, hello_deadline_s=3_600, silence_s=silence_s, clock=clock

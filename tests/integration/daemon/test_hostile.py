@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from kvtier.v1 import cache_pb2, types_pb2
+from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.raw import RawSession, Refused, hashes
@@ -137,6 +137,39 @@ class TestCrowds:
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
         assert connect().ready(instance="later").lookup(hashes(2)).answers[0].hits == 2
         assert daemon.stop() == 0
+
+    def test_connections_that_say_nothing_are_few_for_each_user_and_closed(
+        self, start: Start, connect: Connect, sockets: list[socket.socket]
+    ) -> None:
+        daemon = start(server__sessions_max=40, server__hello_deadline_s=1)
+        for _ in range(11):
+            sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            sockets[-1].connect(str(daemon.side_socket))
+        sockets[-1].settimeout(DEADLINE_S)
+        refused = side_pb2.SideResponse.FromString(sockets[-1].recv(1 << 16)).error
+        assert refused.reason == types_pb2.REASON_QUEUE_FULL
+        assert f"10 of them of uid {os.getuid()}" in refused.message
+        assert "at most 20 and 10 may" in refused.message
+        sockets[0].settimeout(DEADLINE_S)
+        while sockets[0].recv(1 << 16):
+            pass
+        until(lambda: daemon.sockets() < 20, "the others are closed, too")
+        assert connect().ready()
+
+    def test_connections_to_grpc_are_bounded_and_those_that_say_nothing_are_closed(
+        self, start: Start, connect: Connect, sockets: list[socket.socket]
+    ) -> None:
+        daemon = start(server__sessions_max=8, server__hello_deadline_s=1)
+        session = connect().ready()
+        before = daemon.sockets()
+        for _ in range(100):
+            sockets.append(socket.socket(socket.AF_UNIX))
+            sockets[-1].settimeout(DEADLINE_S)
+            sockets[-1].connect(str(daemon.socket))
+            assert daemon.sockets() <= before + 2 * 8 + 8, "some are closed a moment after they are accepted"
+        until(lambda: daemon.sockets() <= before, "all of them are closed")
+        assert session.store(hashes(2), [0, 1]).state == types_pb2.TRANSFER_STATE_DONE
+        assert connect().ready(instance="later").lookup(hashes(2)).answers[0].hits == 2
 
     def test_it_may_have_as_many_descriptors_as_its_sessions_need(self, start: Start) -> None:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)

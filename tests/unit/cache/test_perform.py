@@ -35,7 +35,9 @@ class Front:
         )
         self._decided: list[Action] = []
         decider: Any = self
-        self._cache = Cache(decider, self.pool, workers, CoreLimits(), disks=self.disks, pool_path=None)
+        self._cache = Cache(
+            decider, self.pool, workers, CoreLimits(), disks=self.disks, pool_path=None, pages_max=8
+        )
         for disk in self.disks:
             disk.image.recover(self.pool.boot_nonce)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +49,27 @@ def test_clients_can_read_a_page_and_nothing_else() -> None:
     finally:
         os.close(fd)
         page.close()
+
+
+def test_a_page_takes_one_descriptor_and_its_memory_goes_with_its_last_user() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:kvtierd-index")
+
+    before, mapped_before = descriptors(), mapped()
+    page = SharedPage(100, boot_nonce=7)
+    assert (descriptors(), mapped()) == (before + 1, mapped_before + 1)
+    native = page.native
+    page.close()
+    del page
+    gc.collect()
+    native.complete()  # whoever still writes has its memory
+    assert (descriptors(), mapped()) == (before, mapped_before + 1)
+    del native
+    gc.collect()
+    assert mapped() == mapped_before
 
 
 def test_what_finds_no_room_is_missing_and_nothing_else_is_found() -> None:

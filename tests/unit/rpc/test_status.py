@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 
+from kvtierd.rpc.authority import Viewer
 from kvtierd.rpc.status import AboutDaemon, status_response
 
 from tests.unit.operation.snapshots import busy_snapshot
@@ -25,7 +26,7 @@ async def test_others_run_between_two_instances() -> None:
     running = asyncio.create_task(other())
     about = AboutDaemon("1.2.3", 42, "/run/k.sock", "")
     snapshot = dataclasses.replace(busy, core=dataclasses.replace(busy.core, instances=many))
-    answer = await status_response(about, snapshot)
+    answer = await status_response(about, snapshot, Viewer("a test", None))
     running.cancel()
     assert turns >= INSTANCES
     assert [each.instance for each in answer.instances] == [each.name for each in many]

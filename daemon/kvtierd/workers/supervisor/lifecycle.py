@@ -15,6 +15,7 @@ from kvtierd.workers.supervisor import handles
 from kvtierd.workers.supervisor.devices import SupervisedDevices
 from kvtierd.workers.supervisor.kinds import DiskOptions, WorkerKind, disk_worker
 from kvtierd.workers.supervisor.process import EXITED_WELL, WorkerProcess
+from kvtierd.workers.supervisor.reserve import DescriptorReserve
 from kvtierd.workers.supervisor.watch import Watch
 
 _log = logger(__name__)
@@ -38,6 +39,7 @@ class Lifecycle:
         *,
         pool_fd: int,
         pool_bytes: int,
+        reserve: int,
         devices: Sequence[str],
         disks: Sequence[DiskOptions],
         limits: handles.SupervisorLimits,
@@ -55,6 +57,7 @@ class Lifecycle:
         self._limits = limits
         self._pool_fd = pool_fd
         self._pool_bytes = pool_bytes
+        self._reserve = DescriptorReserve(reserve)
         self._environment = environment
         self._options = options
         self._on_packet = on_packet
@@ -122,6 +125,7 @@ class Lifecycle:
         for handle in list(self.workers.values()):
             self.lose(handle, "the daemon stops")
         gone = await self._all_gone(self._limits.kill_deadline_s)
+        self._reserve.close()
         if gone and self._watch_timer is not None:
             self._watch_timer.cancel()
             self._watch_timer = None
@@ -191,17 +195,18 @@ class Lifecycle:
         respawns = self.devices.respawns_of_next(device)
         kind = self._kind(device)
         handle = handles.WorkerHandle(WorkerId(next(self._worker_ids)), device, respawns, kind)
-        process = WorkerProcess(
-            pool_fd=self._pool_fd,
-            pool_bytes=self._pool_bytes,
-            kind=kind,
-            environment=self._environment,
-            log_level=self._options.log_level,
-            log_format=self._options.log_format,
-            on_packet=lambda packet, fds: self._packet(handle, packet, fds),
-            on_closed=lambda reason: self._channel_closed(handle, reason),
-            on_exit=lambda: self._exited(handle),
-        )
+        with self._reserve.lent():
+            process = WorkerProcess(
+                pool_fd=self._pool_fd,
+                pool_bytes=self._pool_bytes,
+                kind=kind,
+                environment=self._environment,
+                log_level=self._options.log_level,
+                log_format=self._options.log_format,
+                on_packet=lambda packet, fds: self._packet(handle, packet, fds),
+                on_closed=lambda reason: self._channel_closed(handle, reason),
+                on_exit=lambda: self._exited(handle),
+            )
         handle.pid = process.pid
         handle.started_s = self._loop.time()
         handle.deadline_s = self.watch.now_s + kind.handshake_deadline_s
@@ -346,6 +351,7 @@ class Lifecycle:
         handle.state = handles.WorkerProcessState.EXITED
         del self.processes[handle.worker]
         process.close()
+        self._reserve.fill()
         if handle.announced:
             self._emit(WorkerExited(handle.worker))
         # Only now, so that whoever gets one of its stimuli still finds the worker in `workers`.

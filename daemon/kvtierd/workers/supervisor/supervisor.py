@@ -57,6 +57,7 @@ class Supervisor:
         pool_bytes: int,
         register_writer: Callable[[int], int],
         events: Callable[[WorkerStimulus], object],
+        reserve: int = 0,
         devices: Sequence[str] = (handles.CPU,),
         disks: Sequence[DiskOptions] = (),
         limits: handles.SupervisorLimits | None = None,
@@ -66,7 +67,8 @@ class Supervisor:
         """`pool_fd` stays the caller's. Workers inherit its open file description, which holds the pool's
         lock.
 
-        `environment` is added to the workers' environment.
+        `environment` is added to the workers' environment. `reserve`: descriptors that are held back for
+        starting workers.
         """
         self.limits = limits or handles.SupervisorLimits()
         self.totals = {direction: handles.CopyTotals() for direction in Direction}
@@ -75,6 +77,7 @@ class Supervisor:
         self.lives = Lifecycle(
             pool_fd=pool_fd,
             pool_bytes=pool_bytes,
+            reserve=reserve,
             devices=devices,
             disks=disks,
             limits=self.limits,
