@@ -132,8 +132,8 @@ class Connections:
             return Refusal(
                 Reason.QUEUE_FULL,
                 f"the daemon serves {self._sessions_max} sessions at once (server.sessions_max, or what its "
-                f"limit of open files allows); tenant {peer.tenant!r} has {own} of them, and no more are left "
-                "for it",
+                f"limit of open files allows); tenant {peer.tenant!r} has {own} of them, and no more are "
+                "left for it",
             )
         of_user, silent = self._silent[peer.uid], self._silent.total()
         if of_user >= self._silent_of_user_max or silent >= self._silent_max:

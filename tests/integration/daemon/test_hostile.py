@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 from kvtier.v1 import cache_pb2, side_pb2, types_pb2
+from kvtierd.rpc.connections import OPERATORS_MAX
 
 from tests.integration.daemon.conftest import Connect, Start
 from tests.integration.daemon.raw import RawSession, Refused, hashes
@@ -142,13 +143,13 @@ class TestCrowds:
         self, start: Start, connect: Connect, sockets: list[socket.socket]
     ) -> None:
         daemon = start(server__sessions_max=40, server__hello_deadline_s=1)
-        for _ in range(11):
+        for _ in range(11 + OPERATORS_MAX):
             sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             sockets[-1].connect(str(daemon.side_socket))
         sockets[-1].settimeout(DEADLINE_S)
         refused = side_pb2.SideResponse.FromString(sockets[-1].recv(1 << 16)).error
         assert refused.reason == types_pb2.REASON_QUEUE_FULL
-        assert f"10 of them of uid {os.getuid()}" in refused.message
+        assert f"{10 + OPERATORS_MAX} of them of uid {os.getuid()}" in refused.message
         assert "at most 20 and 10 may" in refused.message
         sockets[0].settimeout(DEADLINE_S)
         while sockets[0].recv(1 << 16):
