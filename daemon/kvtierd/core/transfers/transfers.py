@@ -230,7 +230,7 @@ class Transfers:
                 value=stimulus.signals.ticket,
             )
         under_way = core.under_way[instance.owner.tenant]
-        blocks = len(stimulus.block_ids)
+        blocks = stimulus.block_ids.size  # its shape is checked later
         if (
             under_way.transfers >= core.limits.tenant_transfers_max
             or under_way.blocks + blocks > core.limits.tenant_blocks_max
