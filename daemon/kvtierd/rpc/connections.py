@@ -127,7 +127,7 @@ class Connections:
     def _refusal(self, peer: PeerProcess) -> Refusal | None:
         """Why a process may not open another session; None if it may. Where users besides the daemon's own
         may connect, each tenant leaves some for others: it has no more than `SHARE` times what is free."""
-        own, free = self._of_tenant[peer.tenant], self._sessions_max - len(self._by_token)
+        own, free = self._of_tenant[peer.tenant], self._sessions_max - (len(self._by_token) - self._spare)
         if free <= 0 or (self._shared and own and own >= SHARE * (free - 1)):
             return Refusal(
                 Reason.QUEUE_FULL,

@@ -1,8 +1,9 @@
 """Shares out the event loop between tenants.
 
 A call is handled at once and whole, so a large lookup keeps everybody waiting for tens of milliseconds. Where
-several tenants are connected, a tenant that has used more of the loop than its share waits before its next
-call. Engines do not come near that: their calls take a few per cent of the loop together.
+several tenants are connected, those that want much of the loop share a part of it, and each waits before its
+next call while it is ahead of its share. Engines do not come near that: their calls take a few per cent of
+the loop together.
 """
 
 import asyncio
@@ -12,9 +13,11 @@ from dataclasses import dataclass, field
 
 ALLOWED_S = 0.005
 """How far ahead of its share a tenant may be without waiting."""
-PART = 0.5
-"""The part of the loop that tenants get together. The rest is for what belongs to nobody, and keeps waits
-short."""
+PART = 0.25
+"""The part of the loop that the tenants share who want much of it. The rest is for those who want little, and
+keeps their waits short."""
+COUNT_EVERY_S = 0.05
+"""Time between two counts of the tenants that want much."""
 TENANTS_MAX = 4_096
 WAIT_S_MIN = 0.001
 
@@ -36,6 +39,9 @@ class LoopPace:
         self._tenants = tenants
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
+        self._ahead = 0
+        """How many tenants were ahead of their share when they were last counted."""
+        self._counted_s = -COUNT_EVERY_S
 
     async def wait(self, tenant: str) -> None:
         """Returns when the tenant may make another call: at once, unless it is ahead of its share."""
@@ -58,7 +64,13 @@ class LoopPace:
 
     @property
     def _share(self) -> float:
-        return PART / max(1, self._tenants())
+        now_s = self._clock()
+        if now_s - self._counted_s >= COUNT_EVERY_S:
+            self._counted_s = now_s
+            self._ahead = sum(
+                account.debt_s > (now_s - account.at_s) * PART for account in self._accounts.values()
+            )
+        return PART / max(1, self._ahead)
 
     def _over_s(self, tenant: str) -> float:
         if self._tenants() < 2:

@@ -38,12 +38,26 @@ async def test_a_busy_tenant_gets_its_share_and_others_never_wait(world: Callabl
         spent_s += 0.03
         two.pace.spent("busy", 0.03)
     part = spent_s / (two.now_s - started_s)
-    assert part == pytest.approx(PART / 2, rel=0.1)
+    assert part == pytest.approx(PART, rel=0.1)
     slept_s = two.slept_s
     await two.pace.wait("other")
     two.pace.spent("other", 0.001)
     await two.pace.wait("other")
     assert two.slept_s == slept_s
+
+
+async def test_tenants_that_want_little_take_nothing_from_one_that_wants_much(
+    world: Callable[[int], World],
+) -> None:
+    crowd = world(200)
+    started_s, spent_s = crowd.now_s, 0.0
+    for number in range(100):
+        crowd.pace.spent(f"idle {number}", 0.00002)  # a heartbeat
+        await crowd.pace.wait("busy")
+        crowd.now_s += 0.03
+        spent_s += 0.03
+        crowd.pace.spent("busy", 0.03)
+    assert spent_s / (crowd.now_s - started_s) > PART / 2
 
 
 async def test_short_calls_are_not_delayed(world: Callable[[int], World]) -> None:
@@ -75,5 +89,5 @@ async def test_calls_of_one_tenant_wait_one_behind_the_other(world: Callable[[in
         done.append(two.now_s)
 
     await asyncio.gather(*(call() for _ in range(4)))
-    assert done[0] == pytest.approx(100 + (1.0 - ALLOWED_S) / (PART / 2))
+    assert done[0] == pytest.approx(100 + (1.0 - ALLOWED_S) / PART)
     assert all(later - earlier > 0.1 for earlier, later in itertools.pairwise(done))

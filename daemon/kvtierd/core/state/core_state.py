@@ -45,6 +45,9 @@ class UnderWay:
         return self.transfers == 0
 
 
+NOTHING_UNDER_WAY = UnderWay()
+
+
 @dataclass(slots=True, eq=False)
 class CoreState:
     """The state of the core: its entities by id, its limits, and what finds room for blocks."""

@@ -8,7 +8,7 @@ from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.table import U8, BlockFlag, BlockState
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Entries, PartId, Rank, Slots, TransferNumber
-from kvtierd.core.state.core_state import CoreState
+from kvtierd.core.state.core_state import NOTHING_UNDER_WAY, CoreState
 from kvtierd.core.state.entities import GroupPlan, Instance, TransferJob, TransferPart
 from kvtierd.core.state.transitions import Event, MappingState, TransferPartState
 from kvtierd.core.stimuli import CancelTransfers, Signals, SubmitLoad, SubmitStore
@@ -229,7 +229,7 @@ class Transfers:
                 field="signals.ticket",
                 value=stimulus.signals.ticket,
             )
-        under_way = core.under_way[instance.owner.tenant]
+        under_way = core.under_way.get(instance.owner.tenant, NOTHING_UNDER_WAY)
         blocks = stimulus.block_ids.size  # its shape is checked later
         if (
             under_way.transfers >= core.limits.tenant_transfers_max
