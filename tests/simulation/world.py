@@ -93,7 +93,7 @@ CORRUPT_MAX = 6
 """Of the pool's slots; then it is made anew."""
 DISK_POLICY = CoreDisks(
     write_queue_bytes=40_960,
-    read_queue_bytes=40_960,
+    read_queue_bytes=12_288,  # often less than one lookup wants
     job_bytes=16_384,
     clean_ahead_s=2.0,
     slow_deadline_s=4.0,
