@@ -1,9 +1,11 @@
 """What a tenant's neighbour can do to it: times of its calls alone, and while another user does its worst.
 
-    python -m tests.benchmarks.neighbours [--json]
+    python -m tests.benchmarks.neighbours [--apart] [--json]
 
 Needs root, to be two users. The neighbour's own processes take processor time from everybody, which no daemon
-can prevent; the row "burn" has such processes that never talk to the daemon, to compare with.
+can prevent; the row "burn" has such processes that never talk to the daemon, to compare with. With --apart,
+the neighbour's processes have the last core for themselves, and everything else has the other cores, also
+while the victim is alone: what is left is what the daemon lets a neighbour do.
 """
 
 from __future__ import annotations
@@ -132,7 +134,19 @@ def measure(one: RawSession) -> dict[str, np.ndarray]:
     return {name: np.array(times) for name, times in found.items()}
 
 
-def bench(quiet: bool) -> dict[str, float]:
+def cores(apart: bool) -> tuple[set[int], set[int]]:
+    """The cores of the daemon and the victim, and those of the neighbour."""
+    every = sorted(os.sched_getaffinity(0))
+    if not apart:
+        return set(every), set(every)
+    if len(every) < 2:
+        sys.exit("--apart needs two cores: leave it out")
+    return set(every[:-1]), {every[-1]}
+
+
+def bench(quiet: bool, apart: bool) -> dict[str, float]:
+    own_cores, neighbours_cores = cores(apart)
+    os.sched_setaffinity(0, own_cores)  # the daemon and its workers inherit it
     folder = Path(tempfile.mkdtemp(prefix="kvtb-", dir="/tmp"))
     folder.chmod(0o755)
     run = folder / "run"
@@ -143,6 +157,11 @@ def bench(quiet: bool) -> dict[str, float]:
         victim = connect(VICTIM, daemon.socket, "victim", VICTIM_BLOCKS)
         measure(victim)
         alone = measure(victim)
+        if not quiet:
+            print(f"  load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+            for name, times in alone.items():
+                p50, p99 = (np.percentile(times, q) * 1e3 for q in (50, 99))
+                print(f"  {'alone':<8} {name:<7} p50 {p50:8.2f} ms             p99 {p99:8.2f} ms", flush=True)
         for kind in ATTACKS:
             command = [
                 sys.executable,
@@ -152,7 +171,8 @@ def bench(quiet: bool) -> dict[str, float]:
                 kind,
                 str(daemon.socket),
             ]
-            wrap = ["setpriv", f"--reuid={ATTACKER}", f"--regid={ATTACKER}", f"--groups={GID}"]
+            wrap = ["taskset", "--cpu-list", ",".join(map(str, neighbours_cores))]
+            wrap += ["setpriv", f"--reuid={ATTACKER}", f"--regid={ATTACKER}", f"--groups={GID}"]
             neighbour = subprocess.Popen([*wrap, *command], stdout=subprocess.PIPE, text=True, cwd=REPO)
             assert neighbour.stdout is not None
             assert neighbour.stdout.readline() == "READY\n"
@@ -181,13 +201,14 @@ def bench(quiet: bool) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the figures only")
+    parser.add_argument("--apart", action="store_true", help="the neighbour has a core of its own")
     parser.add_argument("--attack", choices=ATTACKS, help=argparse.SUPPRESS)
     parser.add_argument("socket", nargs="?", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.attack:
         attack(Path(arguments.socket), arguments.attack)
     else:
-        print(json.dumps(bench(arguments.json)))
+        print(json.dumps(bench(arguments.json, arguments.apart)))
 
 
 if __name__ == "__main__":
