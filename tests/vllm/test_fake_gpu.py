@@ -119,8 +119,22 @@ DRIVERS = {
     "without batches": {"version": 12040},
     "streams write no words": {"memops": "none"},
 }
-every_driver = pytest.mark.parametrize("machine", DRIVERS.values(), indirect=True, ids=DRIVERS)
 every_way = pytest.mark.parametrize("way", WAYS)
+every_way_with_every_driver = pytest.mark.parametrize(
+    ("way", "machine"),
+    [
+        # `make test` has each way once, and each driver once.
+        pytest.param(
+            way,
+            driver,
+            id=f"{way}-{name}",
+            marks=[pytest.mark.long] * (way != "exported" and name != "13.0"),
+        )
+        for way in WAYS
+        for name, driver in DRIVERS.items()
+    ],
+    indirect=["machine"],
+)
 
 
 def store_forget_load(engine: MiniEngine) -> None:
@@ -144,8 +158,7 @@ def test_groups_that_lie_over_each_other_in_a_gpus_memory(
     store_forget_load(machine.hybrid(way, kinds))
 
 
-@every_driver
-@every_way
+@every_way_with_every_driver
 def test_what_a_gpu_forgot_is_loaded(machine: Machine, way: str) -> None:
     store_forget_load(machine.engine(way))
 
