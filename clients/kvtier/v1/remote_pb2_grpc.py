@@ -73,15 +73,14 @@ class RemoteServicer(object):
         """Says where the blocks of some hashes are. Nothing is leased, promoted or made recent, and nothing is counted as a
         lookup: the answer may be out of date when it arrives, and an engine's own lookup decides. Refused with
         REASON_NAMESPACE_INVALID if no namespace of the caller's tenant has this digest, REASON_UNKNOWN_GROUP,
-        REASON_HASH_LENGTH, or REASON_TOO_MANY_BLOCKS (limits.lookup_hashes_max).
+        REASON_HASH_LENGTH, or REASON_TOO_MANY_BLOCKS: at most 8,192 hashes, or limits.lookup_hashes_max if that is less.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """As Admin.Status, without what is of use on the daemon's own host only: `pid`, `socket`, `metrics_url` and `command`
-        are empty.
+        """As Admin.Status, without what is of use on the daemon's own host only: `pid`, `socket` and `metrics_url` are empty.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

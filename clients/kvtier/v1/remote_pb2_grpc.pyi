@@ -38,16 +38,14 @@ class RemoteStub:
     """Says where the blocks of some hashes are. Nothing is leased, promoted or made recent, and nothing is counted as a
     lookup: the answer may be out of date when it arrives, and an engine's own lookup decides. Refused with
     REASON_NAMESPACE_INVALID if no namespace of the caller's tenant has this digest, REASON_UNKNOWN_GROUP,
-    REASON_HASH_LENGTH, or REASON_TOO_MANY_BLOCKS (limits.lookup_hashes_max).
+    REASON_HASH_LENGTH, or REASON_TOO_MANY_BLOCKS: at most 8,192 hashes, or limits.lookup_hashes_max if that is less.
     """
 
     Status: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.StatusRequest,
         kvtier.v1.admin_pb2.StatusResponse,
     ]
-    """As Admin.Status, without what is of use on the daemon's own host only: `pid`, `socket`, `metrics_url` and `command`
-    are empty.
-    """
+    """As Admin.Status, without what is of use on the daemon's own host only: `pid`, `socket` and `metrics_url` are empty."""
 
     ListNamespaces: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.ListNamespacesRequest,
@@ -72,16 +70,14 @@ class RemoteAsyncStub:
     """Says where the blocks of some hashes are. Nothing is leased, promoted or made recent, and nothing is counted as a
     lookup: the answer may be out of date when it arrives, and an engine's own lookup decides. Refused with
     REASON_NAMESPACE_INVALID if no namespace of the caller's tenant has this digest, REASON_UNKNOWN_GROUP,
-    REASON_HASH_LENGTH, or REASON_TOO_MANY_BLOCKS (limits.lookup_hashes_max).
+    REASON_HASH_LENGTH, or REASON_TOO_MANY_BLOCKS: at most 8,192 hashes, or limits.lookup_hashes_max if that is less.
     """
 
     Status: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.StatusRequest,
         kvtier.v1.admin_pb2.StatusResponse,
     ]
-    """As Admin.Status, without what is of use on the daemon's own host only: `pid`, `socket`, `metrics_url` and `command`
-    are empty.
-    """
+    """As Admin.Status, without what is of use on the daemon's own host only: `pid`, `socket` and `metrics_url` are empty."""
 
     ListNamespaces: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.ListNamespacesRequest,
@@ -108,7 +104,7 @@ class RemoteServicer(metaclass=abc.ABCMeta):
         """Says where the blocks of some hashes are. Nothing is leased, promoted or made recent, and nothing is counted as a
         lookup: the answer may be out of date when it arrives, and an engine's own lookup decides. Refused with
         REASON_NAMESPACE_INVALID if no namespace of the caller's tenant has this digest, REASON_UNKNOWN_GROUP,
-        REASON_HASH_LENGTH, or REASON_TOO_MANY_BLOCKS (limits.lookup_hashes_max).
+        REASON_HASH_LENGTH, or REASON_TOO_MANY_BLOCKS: at most 8,192 hashes, or limits.lookup_hashes_max if that is less.
         """
 
     @abc.abstractmethod
@@ -117,9 +113,7 @@ class RemoteServicer(metaclass=abc.ABCMeta):
         request: kvtier.v1.admin_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.admin_pb2.StatusResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.StatusResponse]]:
-        """As Admin.Status, without what is of use on the daemon's own host only: `pid`, `socket`, `metrics_url` and `command`
-        are empty.
-        """
+        """As Admin.Status, without what is of use on the daemon's own host only: `pid`, `socket` and `metrics_url` are empty."""
 
     @abc.abstractmethod
     def ListNamespaces(

@@ -12,7 +12,7 @@ RESERVE = 64
 """For workers: they are held, and let go while a worker is started."""
 PER_DISK = 8
 """A disk's image, and its worker's channel and pidfd, twice during a replacement."""
-REMOTE_CONNECTIONS = 128
+REMOTE_CONNECTIONS = 64
 """Connections of routers and schedulers on other hosts."""
 PER_SESSION = 4
 """A side connection, a pidfd, and two connections of gRPC."""

@@ -36,14 +36,16 @@ REMOTE = remote_pb2.DESCRIPTOR.services_by_name["Remote"]
 PART = 0.1
 """The part of the event loop that all remote callers share."""
 CALLS_PER_TENANT = 16
-CALLS_PER_CONNECTION = 4
+CALLS_PER_CONNECTION = 8
+FIND_HASHES_MAX = 8_192
+"""Hashes in one Find. What all connections may have sent is held in memory, so it is less than engines may
+look up."""
 HASHES_AT_ONCE = 1_024
 """Hashes of one Find between which engines are served."""
 BESIDES_HASHES_BYTES = 1_024
 """Room in a message for what is not hashes."""
 HARD_LIMIT_FACTOR = 2
-"""Messages larger than this many times the limit are refused by gRPC itself. Less than on the Unix socket,
-because what all connections have sent is held in memory."""
+"""Messages larger than this many times the limit are refused by gRPC itself."""
 SILENCE_S = 60.0
 """A connection on which nothing has been called for so long is closed."""
 HANDSHAKE_S = 10.0
@@ -72,11 +74,12 @@ class RemoteCalls:
         *,
         insecure: bool,
     ) -> None:
-        """`hashes_max`: hashes in one Find. `insecure`: nobody has a certificate."""
+        """`hashes_max`: hashes that an engine may look up in one call. `insecure`: nobody has a
+        certificate."""
         self._cache = cache
         self._about = replace(about, pid=0, socket="", metrics_url="", command="")
         self._rules = rules
-        self._hashes_max = hashes_max
+        self._hashes_max = min(FIND_HASHES_MAX, hashes_max)
         self._insecure = insecure
         self._pace = LoopPace(lambda: 2, part=PART)  # it paces them also where there is one only
         self._running: Counter[str] = Counter()
@@ -172,11 +175,11 @@ class RemoteServer:
     """Serves `RemoteCalls` and health checks over TCP."""
 
     def __init__(
-        self, settings: RemoteConfig, calls: RemoteCalls, hashes_max: int, servicer: health.aio.HealthServicer
+        self, settings: RemoteConfig, calls: RemoteCalls, servicer: health.aio.HealthServicer
     ) -> None:
         """Binds the port at once; port 0 picks a free one. Raises ConfigError if it cannot, or if a file
         cannot be used."""
-        bytes_max = hashes_max * HASH_BYTES_MAX + BESIDES_HASHES_BYTES
+        bytes_max = FIND_HASHES_MAX * HASH_BYTES_MAX + BESIDES_HASHES_BYTES
         age_ms, grace_ms = round(CONNECTION_AGE_S * 1_000), round(CONNECTION_GRACE_S * 1_000)
         self._server = grpc.aio.server(
             options=[

@@ -328,7 +328,7 @@ class _Daemon:
         if not remote.on:
             return None
         calls = RemoteCalls(cache, about, self._rules.tenants, most, insecure=remote.insecure)
-        return RemoteServer(remote, calls, most, rpc.health)
+        return RemoteServer(remote, calls, rpc.health)
 
     def _make_workers(self, events: Callable[[WorkerStimulus], object]) -> Supervisor:
         config = self._config
