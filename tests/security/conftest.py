@@ -1,6 +1,8 @@
 """A daemon of root's whose sockets are for a group, and sessions of the group's members."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,3 +59,11 @@ def connect(socket_dir: Path) -> Iterator[As]:
     yield connect_as
     for each in sessions:
         each.close()
+
+
+@pytest.fixture
+def certificates() -> Iterator[Path]:
+    """A folder for certificates, which the daemon reads."""
+    path = Path(tempfile.mkdtemp(prefix="kvt-certificates-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)

@@ -1,5 +1,9 @@
 """What a daemon imports before it knows its settings: imported once, by the process whose forks daemons are
 (`forks`)."""
 
-import kvtierd.cli.commands
-import kvtierd.service.serve  # noqa: F401
+from kvtierd.cli.entry import quiet_grpc
+
+quiet_grpc()
+
+import kvtierd.cli.commands  # noqa: E402
+import kvtierd.service.serve  # noqa: E402, F401

@@ -18,8 +18,10 @@ from kvtierd.cache.mappings import Mappings
 from kvtierd.cache.pages import SharedPages
 from kvtierd.cache.waiters import Waiters
 from kvtierd.core import actions, stimuli
+from kvtierd.core.blocks.namespaces import NamespaceAbout
+from kvtierd.core.blocks.table import U8
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import DiskId, Epoch, SessionId, Ticket, WorkerId
+from kvtierd.core.ids import DiskId, Epoch, Hashes, SessionId, SpaceId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus
 from kvtierd.logs import logger
@@ -322,6 +324,19 @@ class Cache:
         """How many blocks there are of each namespace whose digest begins with `namespace`, of one tenant or,
         if that is None, of all, and who uses it."""
         return self._machine.namespaces(namespace, tenant)
+
+    def space_of(self, namespace: str, group: int, tenant: str) -> tuple[SpaceId, NamespaceAbout]:
+        """One group of the namespace of this tenant that has this hexadecimal digest. Raises Refusal."""
+        if self.poisoned.is_set():
+            raise _stopping()
+        return self._machine.space_of(namespace, group, tenant)
+
+    def find(self, space: SpaceId, hashes: Hashes) -> U8:
+        """Where the block of each hash can be read now: NOWHERE, ON_HOST or ON_DISK. Holds, promotes and
+        counts nothing."""
+        if self.poisoned.is_set():
+            raise _stopping()
+        return self._machine.find(space, hashes)
 
     @property
     def uptime_s(self) -> float:

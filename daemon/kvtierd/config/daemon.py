@@ -26,6 +26,7 @@ from kvtierd.config.people import (
     tenant_shares,
 )
 from kvtierd.config.reading import CONFIG_VARIABLE, Reading
+from kvtierd.config.remote import RemoteConfig, check_remote
 from kvtierd.config.settings import ConfigError, Given
 from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, Verify
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
@@ -63,7 +64,8 @@ class ServerConfig:
         tenant_rules,
         "Who is of which tenant, as WHO=TENANT, the first that fits; WHO is user:NAME, uid:N, uid:N-M, "
         "group:NAME, gid:N or *. Engines share blocks only within a tenant. Without a rule, each user is a "
-        "tenant.",
+        "tenant, uid:N. On the remote port, WHO is cert:NAME (a URI or DNS name in the caller's certificate, "
+        "or its common name if it has neither) or anonymous, and callers without a rule see nothing.",
         metavar="RULE,...",
     )
     tenant_shares: tuple[WrittenShare, ...] = s.setting(
@@ -290,6 +292,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -345,6 +348,7 @@ def load(
     reading.read_leftovers(leftovers)
     config = Config(**reading.build())
     _check(config, reading.refuse)
+    check_remote(config.remote, reading.refuse)
     check_disks(config.disk, reading.refuse, wanted=bool(config.disk.paths) or reading.broken("disk.paths"))
     reading.raise_errors()
     return Loaded(config, reading.given, file)

@@ -12,6 +12,8 @@ RESERVE = 64
 """For workers: they are held, and let go while a worker is started."""
 PER_DISK = 8
 """A disk's image, and its worker's channel and pidfd, twice during a replacement."""
+REMOTE_CONNECTIONS = 64
+"""Connections of routers and schedulers on other hosts."""
 PER_SESSION = 4
 """A side connection, a pidfd, and two connections of gRPC."""
 PAGES = 512
@@ -53,7 +55,8 @@ def shares_within(config: Config, limit: float) -> DescriptorShares:
 
 
 def _of_daemon(config: Config) -> int:
-    return OF_OUR_OWN + RESERVE + len(config.disk.paths) * PER_DISK
+    remote = REMOTE_CONNECTIONS if config.remote.on else 0
+    return OF_OUR_OWN + RESERVE + len(config.disk.paths) * PER_DISK + remote
 
 
 def _of_clients(config: Config) -> int:

@@ -1,4 +1,5 @@
-"""Who a process is: the users and groups that settings name, and the tenants that they are mapped to."""
+"""Who a process is, or a caller from another host: the users, groups and certificates that settings name, and
+the tenants that they are mapped to."""
 
 import grp
 import pwd
@@ -10,6 +11,7 @@ from kvtierd.config.settings import text
 from kvtierd.core.blocks.tenants import TenantShare
 
 FORMS = "user:NAME, uid:N, uid:N-M, group:NAME, gid:N, or * for everybody"
+CERTIFICATE, ANONYMOUS = "cert", "anonymous"
 UID_TENANT = "uid:"
 """Begins the tenant of a user for whom there is no rule."""
 TENANT_CHARACTERS_MAX = 128
@@ -37,10 +39,25 @@ ROOT = People("uid:0", uids=range(1))
 
 
 @dataclass(frozen=True, slots=True)
-class TenantRule:
-    """These people are of this tenant."""
+class RemoteCaller:
+    """A caller from another host: one whose certificate carries this name, or one without a certificate."""
 
-    people: People
+    name: str
+    """Empty for callers without a certificate, whom only an insecure port lets in."""
+
+    def include(self, uid: int, groups: Collection[int]) -> bool:
+        """False: it is no process of this host."""
+        return False
+
+    def __str__(self) -> str:
+        return f"{CERTIFICATE}:{self.name}" if self.name else ANONYMOUS
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRule:
+    """These people, or this caller, are of this tenant."""
+
+    people: People | RemoteCaller
     tenant: str
 
     def __str__(self) -> str:
@@ -65,6 +82,16 @@ def tenant_of(rules: Collection[TenantRule], uid: int, groups: Collection[int]) 
     return next(found, f"{UID_TENANT}{uid}")
 
 
+def tenant_of_remote(rules: Collection[TenantRule], names: Collection[str] | None) -> str | None:
+    """The tenant of a caller whose certificate carries these names, or of one that has no certificate
+    (`names` is None): that of the first rule that names it. None if no rule does; then it sees nothing."""
+    wanted = ("",) if names is None else [name for name in names if name]
+    found = (
+        rule.tenant for rule in rules if isinstance(rule.people, RemoteCaller) and rule.people.name in wanted
+    )
+    return next(found, None)
+
+
 def people(raw: object) -> People:
     """Parses one of FORMS. The users and groups must exist."""
     written = text(raw).strip()
@@ -83,6 +110,8 @@ def people(raw: object) -> People:
                 return People(written, uids=_ids(name))
             case "gid":
                 return People(written, gids=_ids(name))
+            case "cert" | "anonymous":
+                raise ValueError(f"{written!r}: callers from other hosts only read; write {FORMS}")
     except KeyError:
         raise ValueError(f"there is no {kind} {name!r}: create it, or name another") from None
     raise ValueError(f"{written!r} names nobody: write {FORMS}")
@@ -128,11 +157,24 @@ def _tenant_rule(part: str) -> TenantRule:
     who, equals, tenant = (each.strip() for each in part.partition("="))
     if not equals or not tenant:
         raise ValueError(f"{part!r} is no rule: write who=tenant, e.g. group:research=research")
-    if tenant.startswith(UID_TENANT):
-        raise ValueError(f"{part!r}: tenants that begin with {UID_TENANT} are those of users without a rule")
     if len(tenant) > TENANT_CHARACTERS_MAX:
         raise ValueError(f"a tenant has at most {TENANT_CHARACTERS_MAX} characters")
+    if (caller := _remote_caller(who)) is not None:
+        if tenant.startswith(UID_TENANT):
+            _ids(tenant.removeprefix(UID_TENANT))  # it may see what a user without a rule has
+        return TenantRule(caller, tenant)
+    if tenant.startswith(UID_TENANT):
+        raise ValueError(f"{part!r}: tenants that begin with {UID_TENANT} are those of users without a rule")
     return TenantRule(people(who), tenant)
+
+
+def _remote_caller(who: str) -> RemoteCaller | None:
+    kind, _, name = who.partition(":")
+    if kind == CERTIFICATE:
+        if not name:
+            raise ValueError(f"{who!r} names nobody: write cert:NAME, a name that the certificate carries")
+        return RemoteCaller(name)
+    return RemoteCaller("") if who == ANONYMOUS else None
 
 
 def _parts(raw: object) -> list[str]:

@@ -12,9 +12,10 @@ import numpy as np
 from kvtierd.core import stimuli
 from kvtierd.core.actions import Action, FreeSlots, Reply, TransferEnded
 from kvtierd.core.blocks.blocks import STAMPS_PER_S, Blocks
+from kvtierd.core.blocks.namespaces import NamespaceAbout
 from kvtierd.core.blocks.recovery import recover
 from kvtierd.core.blocks.slots import PoolGeometry
-from kvtierd.core.blocks.table import BlockTable
+from kvtierd.core.blocks.table import U8, BlockTable
 from kvtierd.core.blocks.tenants import Tenants, TenantShare
 from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.engines.instances import Instances
@@ -22,6 +23,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, Hashes, SessionId, SpaceId, Ticket
 from kvtierd.core.maintenance.clearing import BlockClearing
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus, explain, places
+from kvtierd.core.maintenance.finding import find, space_of
 from kvtierd.core.maintenance.sampling import Sampler, expected_detection_s
 from kvtierd.core.state.core_state import Clock, CoreState, wrong_epoch
 from kvtierd.core.state.entities import GroupPlan, Instance
@@ -226,6 +228,16 @@ class Machine:
         with `namespace`. With `tenant`, only its namespaces exist. Takes time for each namespace and group
         that it searches. Raises Refusal."""
         return explain(self.core, key, namespace, group, max(0, int(self._clock() * STAMPS_PER_S)), tenant)
+
+    def space_of(self, namespace: str, group: int, tenant: str) -> tuple[SpaceId, NamespaceAbout]:
+        """One group of the namespace of this tenant that has this hexadecimal digest, and what is known of
+        the namespace. Raises Refusal NAMESPACE_INVALID or UNKNOWN_GROUP."""
+        return space_of(self.core, namespace, group, tenant)
+
+    def find(self, space: SpaceId, hashes: Hashes) -> U8:
+        """Where the block of each hash can be read now: NOWHERE, ON_HOST or ON_DISK. Holds, promotes and
+        counts nothing."""
+        return find(self.core, self.tier, space, hashes)
 
     def clearable(self, namespace: str) -> tuple[SpaceId, ...]:
         """The spaces of the one namespace whose hexadecimal digest begins with `namespace`, or all spaces if

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 import grpc
-from google.protobuf.message import Message
 from kvtier.connection import reach
 from kvtier.connection.rpc_errors import from_rpc_error
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
@@ -35,6 +34,8 @@ from kvtierd.ctl.explanation import block_sizes, explained, known, relevance
 from kvtierd.ctl.host import completion, doctor
 from kvtierd.ctl.lists import engines as list_engines
 from kvtierd.ctl.lists import namespaces as list_namespaces
+from kvtierd.ctl.messages import as_plain, to_json, to_json_list
+from kvtierd.ctl.remote import remote
 from kvtierd.ctl.status import page as status_page
 from kvtierd.ctl.terminal import console, plain, show, whole_screen
 from kvtierd.ctl.text import count, drained, reloaded, scrub_line, scrubbed
@@ -57,9 +58,6 @@ SCRUB_POLL_S = 0.2
 CHANNEL_OPTIONS = (("grpc.max_reconnect_backoff_ms", 1000), ("grpc.max_receive_message_length", 64 << 20))
 """For `top`, which waits for a daemon that comes back."""
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-IDS = ("boot_nonce", "epoch")
-"""Fields with numbers of up to 64 bits that are no amounts. They are texts in JSON, because JavaScript and jq
-read numbers beyond 2**53 wrongly."""
 SHOWN_MAX = 80
 """How many characters of a wrong argument are repeated in the error message."""
 
@@ -78,6 +76,7 @@ def main() -> None:
 
 main.add_command(doctor)
 main.add_command(completion)
+main.add_command(remote)
 
 
 _socket_option = socket_options(SOCKET_HELP, expose=True)
@@ -156,7 +155,7 @@ def top(socket: Path | None, interval_s: float, frames: int | None, as_json: boo
             known, shown = True, shown + 1
             picture.add(answer, time.monotonic())
             if as_json:
-                click.echo(json.dumps(_plain(answer)))
+                click.echo(json.dumps(as_plain(answer)))
             elif updates:
                 terminal.update_screen(picture.page(terminal.width, terminal.height))
             else:
@@ -579,28 +578,3 @@ def explain(path: Path, error: grpc.RpcError, waited_s: float = TIMEOUT_S) -> st
     if found.reach is not reach.Reach.LISTENS:
         return found.text
     return f"somebody listens at {path}, and does not answer as kvtierd does: {said}"
-
-
-def to_json_list(responses: Iterable[Message]) -> str:
-    """A JSON list of messages, each as `to_json` writes it."""
-    return json.dumps([_plain(response) for response in responses], indent=2)
-
-
-def to_json(response: Message) -> str:
-    """One JSON object with every field of the contract, under its name there."""
-    return json.dumps(_plain(response), indent=2)
-
-
-def _plain(message: Message) -> dict[str, object]:
-    plain: dict[str, object] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.has_presence and not message.HasField(field.name) and not isinstance(value, Message):
-            plain[field.name] = None
-        elif isinstance(value, Message):
-            plain[field.name] = _plain(value)
-        elif isinstance(value, (str, int, float)):
-            plain[field.name] = str(value) if field.name in IDS else value
-        else:
-            plain[field.name] = [_plain(item) if isinstance(item, Message) else item for item in value]
-    return plain

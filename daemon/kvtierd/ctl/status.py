@@ -21,9 +21,11 @@ def page(status: admin_pb2.StatusResponse) -> Group:
         (f"kvtierd {status.version}", "bold"),
         "  ",
         state(status.state),
-        f"  pid {status.pid}  up {duration(status.uptime_s)}",
+        f"  pid {status.pid}" if status.pid else "",
+        f"  up {duration(status.uptime_s)}",
     )
-    addresses = (("socket", status.socket), ("metrics", status.metrics_url or "off"))
+    # They are not told to other hosts, which cannot use them.
+    addresses = [("socket", status.socket), ("metrics", status.metrics_url or "off")] if status.socket else []
     parts: list[RenderableType] = [facts(head, addresses)]
     pool = title("Pool", status.pool.path or "anonymous memory")
     parts.append(facts(pool, [*_pool(status), *_integrity(status)]))

@@ -19,6 +19,7 @@ from kvtierd.preflight.host import (
 )
 from kvtierd.preflight.listening import check_ports, check_sockets, daemon_at
 from kvtierd.preflight.pool import check_pool
+from kvtierd.preflight.remote import check_remote
 
 __all__ = ["Finding", "NotReadyError", "Verdict", "examine", "require"]
 
@@ -30,6 +31,7 @@ CHECKS: Sequence[Check] = (
     check_pool,
     check_disks,
     check_ports,
+    check_remote,
     check_limits,
     check_gpus,
     check_numa,

@@ -1,4 +1,5 @@
-"""Whether the daemon can listen at its sockets, and at the TCP ports for metrics and health checks."""
+"""Whether the daemon can listen at its sockets, and at the TCP ports for metrics, health checks and other
+hosts."""
 
 import errno
 import grp
@@ -6,6 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import grpc
@@ -19,7 +21,11 @@ from kvtierd.preflight.processes import described, listener, port_owners
 
 OFF = "off"
 ANSWER_S = 5.0
-NAMES = {"metrics.listen": "metrics port", "server.health_listen": "health port"}
+NAMES = {
+    "metrics.listen": "metrics port",
+    "server.health_listen": "health port",
+    "remote.listen": "remote port",
+}
 
 
 def daemon_at(path: Path) -> RunningDaemon | None:
@@ -113,22 +119,26 @@ def _check_group(group: str) -> Iterator[Finding]:
 
 
 def check_ports(situation: Situation) -> Iterator[Finding]:
-    """Checks that the addresses of metrics and health checks can be bound, and differ."""
+    """Checks that the addresses of metrics, health checks and the remote port can be bound, and differ."""
     config = situation.config
-    wanted = {"metrics.listen": config.metrics.listen, "server.health_listen": config.server.health_listen}
+    wanted = {
+        "metrics.listen": config.metrics.listen,
+        "server.health_listen": config.server.health_listen,
+        "remote.listen": config.remote.listen,
+    }
     listening = {field: listen for field, listen in wanted.items() if listen != OFF}
     for field, listen in listening.items():
         yield _check_port(situation, NAMES[field], field, listen)
-    if len(listening) == 2:
-        ports = {listen.rpartition(":")[2] for listen in listening.values()}
-        if len(ports) == 1 and ports != {"0"} and _overlap(*listening.values()):
+    for first, second in combinations(listening, 2):
+        ports = {listening[field].rpartition(":")[2] for field in (first, second)}
+        if len(ports) == 1 and ports != {"0"} and _overlap(listening[first], listening[second]):
             yield Finding(
-                "health port",
+                NAMES[second],
                 Verdict.FAILURE,
-                "metrics.listen has the same port",
+                f"{first} has the same port",
                 "choose another port for one of them",
-                "server.health_listen",
-                wanted["server.health_listen"],
+                second,
+                wanted[second],
             )
 
 

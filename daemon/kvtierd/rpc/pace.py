@@ -34,9 +34,13 @@ class _Account:
 class LoopPace:
     """The accounts of all tenants. For use on the event loop only."""
 
-    def __init__(self, tenants: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
-        """`tenants()` is how many tenants are connected now."""
+    def __init__(
+        self, tenants: Callable[[], int], clock: Callable[[], float] = time.monotonic, part: float = PART
+    ) -> None:
+        """`tenants()` is how many tenants are connected now; a single one never waits. `part` is what they
+        share of the loop."""
         self._tenants = tenants
+        self._part = part
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._ahead = 0
@@ -68,9 +72,9 @@ class LoopPace:
         if now_s - self._counted_s >= COUNT_EVERY_S:
             self._counted_s = now_s
             self._ahead = sum(
-                account.debt_s > (now_s - account.at_s) * PART for account in self._accounts.values()
+                account.debt_s > (now_s - account.at_s) * self._part for account in self._accounts.values()
             )
-        return PART / max(1, self._ahead)
+        return self._part / max(1, self._ahead)
 
     def _over_s(self, tenant: str) -> float:
         if self._tenants() < 2:

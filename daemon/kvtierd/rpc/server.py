@@ -25,6 +25,7 @@ from kvtierd.rpc.handlers import Serve, answering, generic_handler
 from kvtierd.rpc.health import LIVE, HealthServer, bounded, status_of
 from kvtierd.rpc.peers import PeerRules
 from kvtierd.rpc.queries import Caller
+from kvtierd.rpc.remote import REMOTE
 from kvtierd.rpc.sockets import SocketError
 from kvtierd.rpc.status import AboutDaemon
 from kvtierd.rpc.stream import AttachStream, StreamSettings
@@ -95,7 +96,8 @@ class RpcServer:
             ],
             maximum_concurrent_rpcs=settings.sessions_max * RPCS_PER_SESSION,
         )
-        self._health = health.aio.HealthServicer()
+        self.health = health.aio.HealthServicer()
+        """What health checks say, for every port that answers them."""
         self._add_services()
 
     def _add_services(self) -> None:
@@ -109,7 +111,7 @@ class RpcServer:
                 generic_handler(ADMIN, self._admin.by_method, self._bytes_max),
             )
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names = (CACHE.full_name, ADMIN.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
@@ -121,7 +123,7 @@ class RpcServer:
         except RuntimeError as error:
             raise SocketError(f"{path} cannot be bound: {error}") from error
         if self._health_listen != "off":
-            self._health_server = HealthServer(self._health_listen, self._health, self._hello_deadline_s)
+            self._health_server = HealthServer(self._health_listen, self.health, self._hello_deadline_s)
 
     async def start(self) -> None:
         await self._server.start()
@@ -137,12 +139,12 @@ class RpcServer:
             await self._health_server.stop()
 
     async def _set_health(self, serving: bool) -> None:
-        for name in ("", CACHE.full_name, ADMIN.full_name):
-            await self._health.set(name, status_of(serving))
+        for name in ("", CACHE.full_name, ADMIN.full_name, REMOTE.full_name):
+            await self.health.set(name, status_of(serving))
 
     async def set_live(self, live: bool) -> None:
         """Sets what health checks of the service "live" say: whether the daemon should be left running."""
-        await self._health.set(LIVE, status_of(live))
+        await self.health.set(LIVE, status_of(live))
 
     async def _attach(self, _: Any, context: Any) -> None:
         renew = self._cache.handle

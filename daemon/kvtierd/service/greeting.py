@@ -59,8 +59,16 @@ def _is_found(config: Config, environ: Mapping[str, str], uid: int) -> bool:
     return config.server.socket_path == default and runtime_directory(environ, uid) == default.parent
 
 
-def greet(config: Config, socket: Path, metrics_url: str, start: PoolStart, snapshot: Snapshot) -> None:
-    """Prints and logs where the daemon serves, what it found in its pool, and the flag to give to vLLM."""
+def greet(
+    config: Config,
+    socket: Path,
+    metrics_url: str,
+    remote_port: int,
+    start: PoolStart,
+    snapshot: Snapshot,
+) -> None:
+    """Prints and logs where the daemon serves, what it found in its pool, and the flag to give to vLLM.
+    `remote_port`: the port for other hosts; 0 if there is none."""
     how = (
         f"warm: {start.recovered_blocks} blocks, {human_size(start.recovered_bytes)} found"
         if start.warm
@@ -75,6 +83,7 @@ def greet(config: Config, socket: Path, metrics_url: str, start: PoolStart, snap
         f"  start    {how} ({start.seconds:.2f} s)",
         *(f"  disk     {line}" for line in _disk_lines(snapshot)),
         f"  metrics  {metrics_url or 'off'}",
+        *([f"  remote   {_remote_line(config, remote_port)}"] if remote_port else []),
         f"  vLLM     {vllm_flag(config)}",
     )
     with contextlib.suppress(OSError):  # nobody reads standard output any more
@@ -89,6 +98,11 @@ def greet(config: Config, socket: Path, metrics_url: str, start: PoolStart, snap
         start="warm" if start.warm else "cold",
         metrics=metrics_url,
     )
+
+
+def _remote_line(config: Config, port: int) -> str:
+    host = config.remote.listen.rpartition(":")[0]
+    return f"{host}:{port}, {'without TLS' if config.remote.insecure else 'mutual TLS'}, read-only"
 
 
 def _disk_lines(snapshot: Snapshot) -> Iterator[str]:

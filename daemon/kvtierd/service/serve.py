@@ -35,6 +35,7 @@ from kvtierd.metrics import Metrics, MetricsServer
 from kvtierd.preflight import require
 from kvtierd.rpc.connections import Connections
 from kvtierd.rpc.peers import PeerRules
+from kvtierd.rpc.remote import RemoteCalls, RemoteServer
 from kvtierd.rpc.server import RpcServer
 from kvtierd.rpc.side import SideServer
 from kvtierd.rpc.sockets import OwnedSockets, make_private_directory
@@ -169,6 +170,7 @@ class _Serving:
     workers: Supervisor
     connections: Connections
     rpc: RpcServer
+    remote: RemoteServer | None
     side: SideServer
     manager: ServiceManager
     metrics: Metrics
@@ -224,7 +226,7 @@ class _Daemon:
         try:
             await self._until_told(cache, background)
             self._notifier.stopping("Stopping", self._config.server.drain_s + END_S)
-            await self._wind_down(cache, serving.connections, serving.rpc, serving.side)
+            await self._wind_down(serving)
         finally:
             for task in background:
                 task.cancel()
@@ -295,6 +297,7 @@ class _Daemon:
             clock=clock,
         )
         metrics_url = self._serve_metrics(metrics, cache, stack)
+        about = AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line())
         rpc = RpcServer(
             cache,
             connections,
@@ -302,17 +305,30 @@ class _Daemon:
             config.server,
             self._shares.connections,
             int(self._pool.geometry.capacity_bytes * config.limits.leased_fraction_max) // PAGE_BYTES,
-            AboutDaemon(version(), os.getpid(), str(self._sockets.grpc_path), metrics_url, command_line()),
+            about,
             self._rules,
             metrics.observe_rpc,
             self._drained,
             lambda: self._reload(cache, workers, connections, manager),
         )
         manager = ServiceManager(self._notifier, cache.snapshot, workers.lives.unattended, rpc.set_live)
+        remote = self._make_remote(cache, about, rpc)
         side = await self._listen(rpc, connections, cache, stack)
-        greet(config, self._sockets.grpc_path, metrics_url, self._pool.start, cache.snapshot())
+        if remote is not None:
+            stack.push_async_callback(remote.stop, 0)
+            await remote.start()
+        port = 0 if remote is None else remote.port
+        greet(config, self._sockets.grpc_path, metrics_url, port, self._pool.start, cache.snapshot())
         manager.ready()
-        return _Serving(cache, workers, connections, rpc, side, manager, metrics)
+        return _Serving(cache, workers, connections, rpc, remote, side, manager, metrics)
+
+    def _make_remote(self, cache: Cache, about: AboutDaemon, rpc: RpcServer) -> RemoteServer | None:
+        """The server for other hosts, its port bound, if there is to be one. Raises ConfigError."""
+        remote, most = self._config.remote, self._config.limits.lookup_hashes_max
+        if not remote.on:
+            return None
+        calls = RemoteCalls(cache, about, self._rules.tenants, most, insecure=remote.insecure)
+        return RemoteServer(remote, calls, rpc.health)
 
     def _make_workers(self, events: Callable[[WorkerStimulus], object]) -> Supervisor:
         config = self._config
@@ -441,10 +457,9 @@ class _Daemon:
             await asyncio.sleep(SILENCE_CHECK_S)
             connections.end_silent()
 
-    async def _wind_down(
-        self, cache: Cache, connections: Connections, rpc: RpcServer, side: SideServer
-    ) -> None:
+    async def _wind_down(self, serving: "_Serving") -> None:
         """Refuses anything new, lets transfers finish, and ends the sessions."""
+        cache, rpc = serving.cache, serving.rpc
         await rpc.draining.stopping()
         if cache.poisoned.is_set():
             why = Refusal(Reason.INTERNAL, "the daemon met an internal error and is stopping")
@@ -452,7 +467,9 @@ class _Daemon:
             cache.drain()
             await self._transfers_over(cache)
             why = Refusal(Reason.DRAINING, "the daemon is stopping: attach again when it is back")
-        connections.end_all(why)
+        serving.connections.end_all(why)
+        if serving.remote is not None:
+            await serving.remote.stop(0)
         await rpc.stop(STREAMS_GRACE_S)
 
     async def _transfers_over(self, cache: Cache) -> None:

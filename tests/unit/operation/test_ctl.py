@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from kvtier.v1 import admin_pb2
 from kvtierd.ctl import clear as ctl_clear
 from kvtierd.ctl import commands as ctl
+from kvtierd.ctl import messages, remote
 from kvtierd.ctl import text as ctl_text
 from kvtierd.ctl.explanation import block_sizes, explained, relevance
 from kvtierd.ctl.lists import engines, namespaces
@@ -148,7 +149,7 @@ def letters(text: str) -> list[str]:
 
 
 def test_programs_get_numbers_and_every_field(status: admin_pb2.StatusResponse) -> None:
-    found = json.loads(ctl.to_json(status))
+    found = json.loads(messages.to_json(status))
     assert found["boot_nonce"] == str(2**64 - 1)
     assert found["instances"][0]["epoch"] == str(status.instances[0].epoch)
     assert found["counters"]["lookup_hits"] == 100
@@ -160,7 +161,7 @@ def test_programs_get_numbers_and_every_field(status: admin_pb2.StatusResponse) 
         5 << 20,
         9 << 20,
     )
-    empty = json.loads(ctl.to_json(admin_pb2.StatusResponse()))
+    empty = json.loads(messages.to_json(admin_pb2.StatusResponse()))
     assert empty["pool"]["capacity_bytes"] == 0
     assert empty["instances"] == []
 
@@ -303,7 +304,7 @@ class TestExplain:
     def test_programs_can_tell_no_age_from_none_at_all(self) -> None:
         response = admin_pb2.ExplainResponse(explanations=[admin_pb2.Explanation(text="x")] * 2)
         response.explanations[1].age_s = 0
-        found = json.loads(ctl.to_json(response))["explanations"]
+        found = json.loads(messages.to_json(response))["explanations"]
         assert [each["age_s"] for each in found] == [None, 0]
 
     @pytest.mark.parametrize("wrong", ["xyz", "abc", "0x" + "ab" * 32, "ab" * 33, " ", "", "g" * 5_000])
@@ -383,4 +384,8 @@ def test_every_command_that_answers_has_json_for_programs() -> None:
         for name, command in ctl.main.commands.items()
         if not any("--json" in parameter.opts for parameter in command.params)
     }
-    assert without == {"completion"}
+    assert without == {"completion", "remote"}
+    assert all(
+        any("--json" in parameter.opts for parameter in command.params)
+        for command in remote.remote.commands.values()
+    )
