@@ -1,5 +1,5 @@
-"""The folder with the keys of encrypted disks: which tenants its files are for, and whether only the daemon can
-read them.
+"""The folder with the keys of encrypted disks: which tenants its files are for, and whether only the daemon
+can read them.
 
 A file holds one key, written as 64 hexadecimal digits. Its name says whose it is: `default` for every tenant
 without a key of its own, otherwise the tenant's name, in which %, / and a dot at the beginning are written as
@@ -56,8 +56,8 @@ class KeySet:
 
 
 def read_keys(folder: Path) -> KeySet:
-    """Reads all keys. Raises KeyTroubleError if the folder or one of its files cannot be used, or somebody else
-    may read it."""
+    """Reads all keys. Raises KeyTroubleError if the folder or one of its files cannot be used, or somebody
+    else may read it."""
     try:
         _require_private(folder, folder.stat(), "folder", "700")
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
@@ -79,7 +79,7 @@ def read_keys(folder: Path) -> KeySet:
         tag = tag_of(tenant_of_file(folder / name))
         if tag in by_tag:
             raise KeyTroubleError(
-                f"{folder / name} and {folder / by_tag[tag]} are for tenants that this version cannot tell apart",
+                f"{folder / name} and {folder / by_tag[tag]} are for tenants that cannot be told apart",
                 "remove one, or give its tenant another name",
             )
         by_tag[tag], own[tag] = name, key

@@ -1,7 +1,7 @@
 """A disk's slab file: opening it safely, locking it, making it, reading and writing its pages.
 
-It is one file, `kvtier.slab`, in the pool's format 1, or 2 if it is encrypted. Only the disk's worker uses it,
-because every call may take as long as the disk does.
+It is one file, `kvtier.slab`, in the pool's format 1, or 2 if it is encrypted. Only the disk's worker uses
+it, because every call may take as long as the disk does.
 """
 
 import ctypes
@@ -100,8 +100,8 @@ class Slab:
             raise io_refusal(path, "reading its header", error) from error
 
     def reason_to_remake(self, *, sealed: bool = False) -> str:
-        """Why the contents of the file cannot be kept, in words for the log; empty if they can. `sealed`: they
-        are to be encrypted. Raises Refusal if the header cannot be read."""
+        """Why the contents of the file cannot be kept, in words for the log; empty if they can. `sealed`:
+        they are to be encrypted. Raises Refusal if the header cannot be read."""
         try:
             found, length = pool_file.read_header(self.fd, NAMING), os.fstat(self.fd).st_size
         except OSError as error:
@@ -123,8 +123,8 @@ class Slab:
 
     def make(self, header_page: bytes, step: Callable[[], None], key_table: bytes = b"") -> bool:
         """Makes the file a new slab with this header and no extent in use; one that is encrypted has a key
-        table, of whole pages. `step()` is called after each change. Returns False if the file system cannot preallocate, so that the disk may get full later, and
-        writes fail.
+        table, of whole pages. `step()` is called after each change. Returns False if the file system cannot
+        preallocate, so that the disk may get full later, and writes fail.
 
         If this is killed at any point, the file can be recognised as unfinished. Raises Refusal if there is
         no room: nothing has changed if that could be known in advance; otherwise the file is empty, or gone

@@ -19,8 +19,8 @@ decrypted. A slot that is larger gets memory of its own while it is moved."""
 
 
 class SealedMover(Mover):
-    """As a `Mover`, for a slab that is encrypted: what is written is encrypted from the pool into memory of the
-    thread's own, and what is read is decrypted from there."""
+    """As a `Mover`, for a slab that is encrypted: what is written is encrypted from the pool into memory of
+    the thread's own, and what is read is decrypted from there."""
 
     def __init__(self, sealer: Sealer, **arguments: Any) -> None:
         """`arguments` are those of `Mover`."""
@@ -97,9 +97,9 @@ class SealedMover(Mover):
     # --- their steps ---
 
     def _open(self, job: SlotJob, rows: Rows, plain: Bytes, places: U64) -> tuple[Rows, U64]:
-        """Reads and decrypts rows of READY slots into `plain`, at these places. Returns those that are exactly
-        what was stored, and their checksums. The others fail, or are corrupt if their slots are still the
-        same."""
+        """Reads and decrypts rows of READY slots into `plain`, at these places. Returns those that are
+        exactly what was stored, and their checksums. The others fail, or are corrupt if their slots are still
+        the same."""
         records = self._disk.copies(job.disk_slots[rows])
         sizes = self._disk.data_bytes(job.disk_slots[rows])
         staging, sealed_places = self._places(sizes)

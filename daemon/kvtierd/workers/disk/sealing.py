@@ -77,13 +77,13 @@ class Sealer:
         self, slots: U32, generations: U64, records: U64, sums: U64, plain: Bytes, at: Places, sealed: Bytes,
         to: Sequence[int],
     ) -> tuple[U64, Bytes]:  # fmt: skip
-        """Encrypts data of claimed slots, with these copies of their records and these checksums, from `plain`
-        into `sealed`, where each has room for a tag behind it. Returns what the records are to have: masked
+        """Encrypts data of claimed slots, with these copies of their records and these checksums, from
+        `plain` into `sealed`, where each has room for a tag behind it. Returns what the records are to have: masked
         checksums, and tags of shape (n, 16)."""
         masked = np.empty(len(slots), np.uint64)
         tags = np.empty((len(slots), TAG_BYTES), np.uint8)
         nonces, about = _nonces(slots, generations), _authenticated(records, slots, generations, sums)
-        source, target = memoryview(plain), memoryview(sealed)
+        source, target = plain.data, sealed.data
         for row, ((begin, size), place) in enumerate(zip(at, to, strict=True)):
             keys, end = self._keys(records[row], self._salt), place + size
             assert keys is not None, "a slot without a key was claimed"
@@ -109,7 +109,7 @@ class Sealer:
         sums = records[:, _SUM] ^ np.array(masks, np.uint64)
         about = _authenticated(records, slots, generations, sums)
         tags = np.ascontiguousarray(records[:, _TAG : _TAG + 2]).view(np.uint8)
-        source, target = memoryview(sealed), memoryview(plain)
+        source, target = sealed.data, plain.data
         for row, ((begin, size), place) in enumerate(zip(at, to, strict=True)):
             key, end = keys[row], begin + size
             if key is None:
