@@ -78,8 +78,8 @@ class Sealer:
         to: Sequence[int],
     ) -> tuple[U64, Bytes]:  # fmt: skip
         """Encrypts data of claimed slots, with these copies of their records and these checksums, from
-        `plain` into `sealed`, where each has room for a tag behind it. Returns what the records are to have: masked
-        checksums, and tags of shape (n, 16)."""
+        `plain` into `sealed`, where each has room for a tag behind it. Returns what the records are to have:
+        masked checksums, and tags of shape (n, 16)."""
         masked = np.empty(len(slots), np.uint64)
         tags = np.empty((len(slots), TAG_BYTES), np.uint8)
         nonces, about = _nonces(slots, generations), _authenticated(records, slots, generations, sums)
