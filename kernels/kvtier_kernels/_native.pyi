@@ -426,7 +426,7 @@ class PoolRecords:
         generation of a slot is encrypted twice.
         """
 
-    def set_seals(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], sums: numpy.typing.NDArray[numpy.uint64], tags: numpy.typing.NDArray[numpy.uint8]) -> None:
+    def set_tags(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], sums: numpy.typing.NDArray[numpy.uint64], tags: numpy.typing.NDArray[numpy.uint8]) -> None:
         """
         For a slab of format 2. As `set_data_checksums`, with sums that are masked, and with the tags of the ciphertext,
         uint8 (n, 16).
@@ -529,7 +529,7 @@ class PoolRecords:
         """
 
     @property
-    def sealed(self) -> bool:
+    def encrypted(self) -> bool:
         """Whether it has format 2."""
 
     @property
@@ -550,9 +550,9 @@ class PoolRecords:
         Steps that this object has persisted so far: each store of a word, checksum, clock or header, or group of fields.
         """
 
-def format_pool(pool: numpy.typing.NDArray[numpy.uint8], extent_bytes: int, extents: int, config_digest: bytes, crash_after: int = 0, sealed: bool = False) -> None:
+def format_pool(pool: numpy.typing.NDArray[numpy.uint8], extent_bytes: int, extents: int, config_digest: bytes, crash_after: int = 0, encrypted: bool = False) -> None:
     """
-    Writes the header of a new pool file, with its magic last and no extent in use; with `sealed`, of a slab of format 2,
+    Writes the header of a new pool file, with its magic last and no extent in use; with `encrypted`, of a slab of format 2,
     which holds ciphertext. Raises ValueError, and changes
     nothing, if the extents do not fit.
     """

@@ -12,7 +12,7 @@ inline constexpr std::uint64_t extent_bytes_min = 1u << 20;
 inline constexpr std::uint64_t extent_bytes_max = 1u << 30;
 inline constexpr std::uint32_t format_version = 1;
 // A slab whose slots hold ciphertext. Its records have a salt and a tag besides; everything else is as in format 1.
-inline constexpr std::uint32_t format_sealed = 2;
+inline constexpr std::uint32_t format_encrypted = 2;
 
 constexpr std::uint64_t magic(const char (&text)[9]) {
     std::uint64_t value = 0;

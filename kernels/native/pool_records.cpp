@@ -97,8 +97,8 @@ Records::Records(std::uint8_t* base, std::uint64_t size, std::uint64_t crash_aft
     if (load(header) != magic_pool) refuse("the pool's header has not the magic of format 1");
     if (xxh3_64(header, header_checksum * 8) != header[header_checksum])
         refuse("the checksum of the pool's header does not fit");
-    sealed_ = header[header_format] == format_sealed;
-    if ((header[header_format] != format_version && !sealed_) || header[header_first_extent] != header_area_bytes)
+    encrypted_ = header[header_format] == format_encrypted;
+    if ((header[header_format] != format_version && !encrypted_) || header[header_first_extent] != header_area_bytes)
         refuse("the pool has format ", header[header_format], ", expected 1, or 2 for a slab that is encrypted");
     extent_bytes_ = header[header_extent_bytes];
     extents_ = header[header_extents];
@@ -106,7 +106,7 @@ Records::Records(std::uint8_t* base, std::uint64_t size, std::uint64_t crash_aft
 }
 
 void Records::format(std::uint8_t* base, std::uint64_t size, std::uint64_t extent_bytes, std::uint64_t extents,
-                     const std::uint8_t* digest, std::uint64_t crash_after, bool sealed) {
+                     const std::uint8_t* digest, std::uint64_t crash_after, bool encrypted) {
     check_base(base);
     check_geometry(size, extent_bytes, extents);
     auto* header = reinterpret_cast<std::uint64_t*>(base);
@@ -122,7 +122,7 @@ void Records::format(std::uint8_t* base, std::uint64_t size, std::uint64_t exten
     }
     std::memset(base + 8, 0, header_area_bytes - 8);
     step();
-    std::uint64_t covered[header_checksum] = {magic_pool, sealed ? format_sealed : format_version, header_area_bytes, extent_bytes, extents};
+    std::uint64_t covered[header_checksum] = {magic_pool, encrypted ? format_encrypted : format_version, header_area_bytes, extent_bytes, extents};
     std::memcpy(covered + header_digest_low, digest, 16);
     for (unsigned i = header_format; i < header_checksum; ++i) store(header + i, covered[i]);
     step();
@@ -136,11 +136,11 @@ void Records::format(std::uint8_t* base, std::uint64_t size, std::uint64_t exten
 bool Records::intact(const std::uint64_t* record, const Extent& extent) const {
     const std::uint64_t salt = record[record_world] >> 16;
     return record[record_checksum] == checksum_of_record(record, generation_of(record[record_word])) &&
-           data_bytes_of(record) <= extent.slot_bytes && shard_of(record) < world_of(record) && (salt != 0) == sealed_;
+           data_bytes_of(record) <= extent.slot_bytes && shard_of(record) < world_of(record) && (salt != 0) == encrypted_;
 }
 
-void Records::require_sealed() const {
-    if (!sealed_) refuse("the pool has format 1: nothing in it is encrypted");
+void Records::require_encrypted() const {
+    if (!encrypted_) refuse("the pool has format 1: nothing in it is encrypted");
 }
 
 void Records::step() {
@@ -239,7 +239,7 @@ void Records::set_data_checksums(std::span<const std::uint32_t> slots, const std
 
 void Records::claim(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint64_t salt,
                     std::uint8_t* out) {
-    require_sealed();
+    require_encrypted();
     if (salt == 0 || salt > salt_mask) refuse("salt ", salt, ": expected 1 to 2^48 - 1");
     require_distinct(slots);
     Place place;
@@ -255,9 +255,9 @@ void Records::claim(std::span<const std::uint32_t> slots, const std::uint64_t* g
     }
 }
 
-void Records::set_seals(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const std::uint64_t* sums,
+void Records::set_tags(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const std::uint64_t* sums,
                         const std::uint8_t* tags) {
-    require_sealed();
+    require_encrypted();
     set_data_checksums(slots, generations, sums);
     for (std::size_t i = 0; i < slots.size(); ++i) {
         std::uint64_t tag[2];

@@ -86,15 +86,15 @@ class PoolRecords {
         return out;
     }
 
-    void set_seals(U32 slots, U64 generations, U64 sums, U8 tags) {
+    void set_tags(U32 slots, U64 generations, U64 sums, U8 tags) {
         const In<std::uint32_t> places(slots, "slots");
         const In<std::uint64_t> expected(generations, "generations"), values(sums, "sums");
-        const In<std::uint8_t, 2> seals(tags, "tags");
+        const In<std::uint8_t, 2> marks(tags, "tags");
         expected.require_rows(places.size(), "slots");
         values.require_rows(places.size(), "slots");
-        seals.require_rows(places.size(), "slots").require_columns(16);
+        marks.require_rows(places.size(), "slots").require_columns(16);
         nb::gil_scoped_release release;
-        records_.set_seals(places.span(), expected.data(), values.data(), seals.data());
+        records_.set_tags(places.span(), expected.data(), values.data(), marks.data());
     }
 
     Array<std::uint64_t> copies(U32 slots) const {
@@ -292,7 +292,7 @@ void register_pool(nb::module_& module) {
              "For a slab of format 2. Notes in records that are WRITING with these generations, and that nobody has claimed,\n"
              "with which `salt`, 1 to 2^48 - 1, their data will be encrypted. 1 where that was done, else 0; uint8 (n,). So no\n"
              "generation of a slot is encrypted twice.")
-        .def("set_seals", &PoolRecords::set_seals, arg("slots"), arg("generations"), arg("sums"), arg("tags"),
+        .def("set_tags", &PoolRecords::set_tags, arg("slots"), arg("generations"), arg("sums"), arg("tags"),
              "For a slab of format 2. As `set_data_checksums`, with sums that are masked, and with the tags of the ciphertext,\n"
              "uint8 (n, 16).")
         .def("copies", &PoolRecords::copies, arg("slots"),
@@ -352,7 +352,7 @@ void register_pool(nb::module_& module) {
         .def(
             "start_boot", [](PoolRecords& self, std::uint64_t nonce) { return self.records().start_boot(nonce); },
             arg("boot_nonce"), "Writes the nonce of this boot into the header and counts the boot. Returns the count.")
-        .def_prop_ro("sealed", [](PoolRecords& self) { return self.records().sealed(); }, "Whether it has format 2.")
+        .def_prop_ro("encrypted", [](PoolRecords& self) { return self.records().encrypted(); }, "Whether it has format 2.")
         .def_prop_ro("boots", [](PoolRecords& self) { return self.records().boots(); }, "Boots since the pool was made.")
         .def_prop_ro("extents", [](PoolRecords& self) { return self.records().extents(); }, "Number of extents.")
         .def_prop_ro("extent_bytes", [](PoolRecords& self) { return self.records().extent_bytes(); }, "Bytes per extent.")
@@ -363,15 +363,15 @@ void register_pool(nb::module_& module) {
     module.def(
         "format_pool",
         [](U8 pool, std::uint64_t extent_bytes, std::uint64_t extents, const nb::bytes& digest, std::uint64_t crash_after,
-           bool sealed) {
+           bool encrypted) {
             const In<std::uint8_t> memory(pool, "pool", true);
             const std::uint8_t* bytes = sixteen("config_digest", digest);
             nb::gil_scoped_release release;
-            pool::Records::format(memory.data(), memory.size(), extent_bytes, extents, bytes, crash_after, sealed);
+            pool::Records::format(memory.data(), memory.size(), extent_bytes, extents, bytes, crash_after, encrypted);
         },
         arg("pool"), arg("extent_bytes"), arg("extents"), arg("config_digest"), arg("crash_after") = 0,
-        arg("sealed") = false,
-        "Writes the header of a new pool file, with its magic last and no extent in use; with `sealed`, of a slab of format 2,\n"
+        arg("encrypted") = false,
+        "Writes the header of a new pool file, with its magic last and no extent in use; with `encrypted`, of a slab of format 2,\n"
         "which holds ciphertext. Raises ValueError, and changes\n"
         "nothing, if the extents do not fit.");
     module.def("populate", &populate, arg("pool"), arg("offset"), arg("length"),

@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks disk_encryption [--json] [--directory DIR] [--sizes 64k,1m]
 
-`_mb_per_s` is what the worker moves, `_cpu_s_per_gib` the time of a core that it takes for that, both medians;
-`_ratio` is encrypted over plain, of each pair of turns. `_waited` is the part of the time in which a thread of a
-worker waited for a core: much of that, and the machine is too busy to compare rates. `load` is the machine's
-load average at the end.
+`_mb_per_s` is what the worker moves, `_cpu_s_per_gib` the time of a core that it takes for that, both
+medians; `_ratio` is encrypted over plain, of each pair of turns. `_waited` is the part of the time in which
+a thread of a worker waited for a core: much of that, and the machine is too busy to compare rates. `load` is
+the machine's load average at the end.
 """
 
 from __future__ import annotations

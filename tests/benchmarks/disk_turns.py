@@ -79,7 +79,8 @@ class Turn:
 
 @contextmanager
 def slab_on(folder: Path, keys: Path | None = None) -> Iterator[Bench]:
-    """A new slab in a folder, encrypted if there are `keys`. Stopped with its worker; the folder is the caller's to remove."""
+    """A new slab in a folder, encrypted if there are `keys`. Stopped with its worker; the folder is the
+    caller's to remove."""
     with (
         HostPool.open(None, POOL_BYTES, EXTENT_BYTES, lock_timeout_s=1) as pool,
         DiskImage(disk_geometry(SLAB_BYTES, EXTENT_BYTES)) as image,

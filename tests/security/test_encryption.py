@@ -45,8 +45,8 @@ def make_key(folder: Path, name: str) -> None:
 
 def settings(folder: Path, keys: Path | None) -> dict[str, object]:
     disk = {"disk__paths": folder, "disk__size": "34MiB", "disk__extent_size": "1MiB"}
-    sealed = {} if keys is None else {"disk__encryption_keys": keys}
-    return disk | sealed | {"disk__write_mode": "through", "pool__size": "6MiB"}
+    encrypted = {} if keys is None else {"disk__encryption_keys": keys}
+    return disk | encrypted | {"disk__write_mode": "through", "pool__size": "6MiB"}
 
 
 def disk(daemon: Daemon) -> admin_pb2.DiskStatus:
@@ -90,23 +90,23 @@ def loaded(session: RawSession, keys: bytes) -> list[bytes]:
     return [session.block(number) for number in IDS]
 
 
-@pytest.mark.parametrize("is_sealed", [True, False])
+@pytest.mark.parametrize("is_encrypted", [True, False])
 def test_blocks_come_back_and_the_slab_tells_nothing_if_it_is_encrypted(
-    start: Start, connect: As, folder: Path, keys: Path, is_sealed: bool
+    start: Start, connect: As, folder: Path, keys: Path, is_encrypted: bool
 ) -> None:
-    options = settings(folder, keys if is_sealed else None)
+    options = settings(folder, keys if is_encrypted else None)
     daemon = start(**options)
-    assert (", encrypted" in daemon.greeting) == is_sealed
+    assert (", encrypted" in daemon.greeting) == is_encrypted
     right = store(daemon, connect(VICTIM).ready(), hashes(BLOCKS), 1)
     said = kvtierctl(0, daemon.socket, "status").stdout
-    assert ("AES-256-GCM" in said) == is_sealed
-    assert disk(daemon).encrypted == is_sealed
+    assert ("AES-256-GCM" in said) == is_encrypted
+    assert disk(daemon).encrypted == is_encrypted
     daemon = restart(daemon, start, **options)
     assert disk(daemon).recovered_blocks == BLOCKS
     found = (folder / "kvtier.slab").read_bytes()
     for block in right:
         pieces = (block[:32], block[len(block) // 2 :][:32], block[-32:])
-        assert [piece in found for piece in pieces] == [not is_sealed] * 3
+        assert [piece in found for piece in pieces] == [not is_encrypted] * 3
     assert loaded(connect(VICTIM).ready(), hashes(BLOCKS)) == right
     assert disk(daemon).corrupt_blocks == 0
     secret = (keys / "default").read_text()
@@ -141,7 +141,7 @@ def test_slots_that_were_exchanged_are_never_served(
     right = store(daemon, connect(VICTIM).ready(), hashes(BLOCKS), 1)
     assert daemon.stop() == 0
     slab = bytearray((folder / "kvtier.slab").read_bytes())
-    (one, one_data, size), (other, other_data, _), *rest = slots_of(slab)
+    (one, one_data, size), (other, other_data, _), *rest = slots_of(bytes(slab))
     assert len(rest) == BLOCKS - 2
     slab[one_data : one_data + size], slab[other_data : other_data + size] = (
         slab[other_data : other_data + size],

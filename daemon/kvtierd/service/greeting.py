@@ -101,5 +101,5 @@ def _disk_lines(snapshot: Snapshot) -> Iterator[str]:
             how = f"cold: {disk.cold_reason}"
         else:
             how = f"warm: {disk.recovered_blocks} blocks, {human_size(disk.recovered_bytes)} found"
-        sealed = ", encrypted" if disk.encrypted else ""
-        yield f"{disk.path}, {human_size(disk.capacity_bytes)}{sealed}, {how}"
+        encrypted = ", encrypted" if disk.encrypted else ""
+        yield f"{disk.path}, {human_size(disk.capacity_bytes)}{encrypted}, {how}"

@@ -26,7 +26,7 @@ def fill(front: Front) -> list[Place]:
 
 
 @pytest.fixture
-def sealed(new_front: NewFront, keys: Path) -> Front:
+def encrypted(new_front: NewFront, keys: Path) -> Front:
     return new_front(keys=keys)
 
 
@@ -58,9 +58,9 @@ def test_the_plaintext_is_in_the_slab_only_if_it_is_not_encrypted(
         assert block.hash.tobytes() in found, "hashes stay in clear"
 
 
-def test_data_that_was_moved_between_slots_is_corrupt(sealed: Front) -> None:
-    places = fill(sealed)
-    with sealed.slab.open("r+b") as file:
+def test_data_that_was_moved_between_slots_is_corrupt(encrypted: Front) -> None:
+    places = fill(encrypted)
+    with encrypted.slab.open("r+b") as file:
         offsets = [int(place.slots[0]) * PAGE_BYTES for place in places[:2]]
         data = []
         for offset in offsets:
@@ -70,20 +70,20 @@ def test_data_that_was_moved_between_slots_is_corrupt(sealed: Front) -> None:
         for offset, other in zip(offsets, reversed(data), strict=True):
             file.seek(offset)
             file.write(other)
-    assert sealed.check(*places).corrupt == [0, 1]
-    assert_none_served(sealed, places, [0, 1])
+    assert encrypted.check(*places).corrupt == [0, 1]
+    assert_none_served(encrypted, places, [0, 1])
 
 
 def swap_records(front: Front, one: Place, other: Place, words: slice) -> None:
     """Exchanges these words of two records in the image, with checksums that fit."""
-    image = front.image._array
+    image, kept = front.image._array, front.image.records
     records = []
     for place in (one, other):
-        offset, _ = front.image.records.table_range(int(front.image.geometry.extent_of(place.slots)[0]))
-        stride = SIZE // PAGE_BYTES * PAGE_BYTES + PAGE_BYTES
-        first = front.image.records.extent_info(int(front.image.geometry.extent_of(place.slots)[0]))[3]
-        row = (int(place.slots[0]) * PAGE_BYTES - first) // stride
-        records.append(image[offset + row * 128 :][:128].view("<u8"))
+        extent = int(front.image.geometry.extent_of(place.slots)[0])
+        info = kept.extent_info(extent)
+        assert info is not None
+        row = (int(place.slots[0]) * PAGE_BYTES - info[3]) // info[1]
+        records.append(image[kept.table_range(extent)[0] + row * 128 :][:128].view("<u8"))
     saved = records[0][words].copy()
     records[0][words] = records[1][words]
     records[1][words] = saved
@@ -99,18 +99,18 @@ SUM_ONLY = slice(12, 13)
 
 
 @pytest.mark.parametrize("words", [HASH_ONLY, TAG_ONLY, SUM_ONLY], ids=["hash", "tag", "checksum"])
-def test_a_record_that_was_changed_is_corrupt(sealed: Front, words: slice) -> None:
-    places = fill(sealed)
-    swap_records(sealed, places[0], places[1], words)
-    assert sealed.check(*places).corrupt == [0, 1]
-    sealed.assert_reads_back(*places[2:])
+def test_a_record_that_was_changed_is_corrupt(encrypted: Front, words: slice) -> None:
+    places = fill(encrypted)
+    swap_records(encrypted, places[0], places[1], words)
+    assert encrypted.check(*places).corrupt == [0, 1]
+    encrypted.assert_reads_back(*places[2:])
 
 
-def test_a_block_that_was_moved_with_its_record_is_corrupt(sealed: Front) -> None:
-    places = fill(sealed)
+def test_a_block_that_was_moved_with_its_record_is_corrupt(encrypted: Front) -> None:
+    places = fill(encrypted)
     one, other = places[0], places[1]
-    swap_records(sealed, one, other, ALL_BUT_THE_WORD)
-    with sealed.slab.open("r+b") as file:
+    swap_records(encrypted, one, other, ALL_BUT_THE_WORD)
+    with encrypted.slab.open("r+b") as file:
         offsets = [int(place.slots[0]) * PAGE_BYTES for place in (one, other)]
         data = []
         for offset in offsets:
@@ -120,32 +120,32 @@ def test_a_block_that_was_moved_with_its_record_is_corrupt(sealed: Front) -> Non
             file.seek(offset)
             file.write(moved)
     here = [Place(BLOCKS[1], one.slots, one.generations), Place(BLOCKS[0], other.slots, other.generations)]
-    assert_none_served(sealed, here, [0, 1])
+    assert_none_served(encrypted, here, [0, 1])
 
 
-def test_no_generation_of_a_slot_is_encrypted_twice(sealed: Front) -> None:
-    sealed.start()
-    host = sealed.store(BLOCKS[0])
-    sealed.faults(write={"errno": "EIO"})
-    job, disk = sealed.post_write([host])
-    assert sealed.worker.wait(job).failed == [0]
-    sealed.faults()
-    again = sealed.worker.wait(sealed.post(wire.DISK_WRITE, disk, [host]))
+def test_no_generation_of_a_slot_is_encrypted_twice(encrypted: Front) -> None:
+    encrypted.start()
+    host = encrypted.store(BLOCKS[0])
+    encrypted.faults(write={"errno": "EIO"})
+    job, disk = encrypted.post_write([host])
+    assert encrypted.worker.wait(job).failed == [0]
+    encrypted.faults()
+    again = encrypted.worker.wait(encrypted.post(wire.DISK_WRITE, disk, [host]))
     assert (again.failed, again.error) == ([0], "")
     for place in disk:
-        sealed.free("disk", place)
-    sealed.assert_reads_back(*sealed.write(host))
+        encrypted.free("disk", place)
+    encrypted.assert_reads_back(*encrypted.write(host))
 
 
-def test_the_same_block_is_encrypted_otherwise_each_time(sealed: Front) -> None:
-    sealed.start()
-    host = sealed.store(BLOCKS[0])
+def test_the_same_block_is_encrypted_otherwise_each_time(encrypted: Front) -> None:
+    encrypted.start()
+    host = encrypted.store(BLOCKS[0])
     seen = set()
     for _ in range(3):
-        [place] = sealed.write(host)
+        [place] = encrypted.write(host)
         offset = int(place.slots[0]) * PAGE_BYTES
-        seen.add(sealed.slab.read_bytes()[offset : offset + SIZE])
-        sealed.free("disk", place)
+        seen.add(encrypted.slab.read_bytes()[offset : offset + SIZE])
+        encrypted.free("disk", place)
     assert len(seen) == 3
 
 
@@ -194,16 +194,16 @@ class TestRestart:
         assert front.recovery.blocks == 0
         front.assert_reads_back(*front.write(front.store(BLOCKS[0])))
 
-    @pytest.mark.parametrize("was_sealed", [True, False])
+    @pytest.mark.parametrize("was_encrypted", [True, False])
     def test_a_slab_of_the_other_kind_is_cold(
-        self, new_front: NewFront, keys: Path, was_sealed: bool
+        self, new_front: NewFront, keys: Path, was_encrypted: bool
     ) -> None:
-        front = new_front(keys=keys if was_sealed else None)
+        front = new_front(keys=keys if was_encrypted else None)
         fill(front)
-        front = new_front(keys=None if was_sealed else keys)
+        front = new_front(keys=None if was_encrypted else keys)
         reason = front.start().cold_reason
-        assert reason == f"the slab is {'encrypted' if was_sealed else 'plain'}, and is to be " + (
-            "plain" if was_sealed else "encrypted"
+        assert reason == f"the slab is {'encrypted' if was_encrypted else 'plain'}, and is to be " + (
+            "plain" if was_encrypted else "encrypted"
         )
         assert front.recovery.blocks == 0
         front.assert_reads_back(*front.write(front.store(BLOCKS[0])))
@@ -240,41 +240,41 @@ class TestRestart:
         front = new_front(keys=keys)
         assert "key table is damaged" in front.start().cold_reason
 
-    def test_a_later_worker_of_the_boot_refuses_other_keys(self, sealed: Front, keys: Path) -> None:
-        fill(sealed)
-        sealed.worker.stop()
+    def test_a_later_worker_of_the_boot_refuses_other_keys(self, encrypted: Front, keys: Path) -> None:
+        fill(encrypted)
+        encrypted.worker.stop()
         make_key(keys, "another")
-        refused = sealed.spawn(load=False).unusable()
+        refused = encrypted.spawn(load=False).unusable()
         assert refused.field == FIELD
         assert "have changed since the daemon's start" in refused.message
         (keys / "another").unlink()
-        sealed.respawn()
+        encrypted.respawn()
 
 
 class TestWithoutAKey:
     def test_nothing_of_such_a_tenant_is_written(
-        self, sealed: Front, keys: Path, capfd: pytest.CaptureFixture[str]
+        self, encrypted: Front, keys: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         shutil.rmtree(keys)
         make_key(keys, "somebody")
-        sealed.start()
-        before = sealed.slab.read_bytes()
+        encrypted.start()
+        before = encrypted.slab.read_bytes()
         for block in BLOCKS[:2]:
-            job, disk = sealed.post_write([sealed.store(block)])
-            finished = sealed.worker.wait(job)
+            job, disk = encrypted.post_write([encrypted.store(block)])
+            finished = encrypted.worker.wait(job)
             assert (finished.failed, finished.error, finished.moved_bytes) == ([0], "", 0)
-            assert not sealed.is_ready(disk[0])
+            assert not encrypted.is_ready(disk[0])
         offset = int(disk[0].slots[0]) * PAGE_BYTES
-        assert not any(sealed.slab.read_bytes()[offset : offset + SIZE]), "and not in plain"
-        assert len(before) == sealed.slab.stat().st_size
-        sealed.worker.stop()
+        assert not any(encrypted.slab.read_bytes()[offset : offset + SIZE]), "and not in plain"
+        assert len(before) == encrypted.slab.stat().st_size
+        encrypted.worker.stop()
         said = [line for line in capfd.readouterr().err.splitlines() if "there is no key for it" in line]
         assert len(said) == 1
         assert f"{TAG:08x}" in said[0]
 
-    def test_a_worker_without_usable_keys_says_what_to_do(self, sealed: Front, keys: Path) -> None:
+    def test_a_worker_without_usable_keys_says_what_to_do(self, encrypted: Front, keys: Path) -> None:
         (keys / "default").chmod(0o644)
-        refused = sealed.spawn(load=True).unusable()
+        refused = encrypted.spawn(load=True).unusable()
         assert refused.field == FIELD
         assert f"chmod 400 {keys / 'default'}" in refused.message
 

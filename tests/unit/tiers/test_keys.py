@@ -54,7 +54,7 @@ class TestRead:
         write(folder, "research")
         keys = read_keys(folder)
         assert keys.of(tag_of("anybody")) is None
-        assert keys.writable == {tag_of("research")}
+        assert keys.writable == frozenset([tag_of("research")])
 
     def test_a_key_is_in_no_repr(self, folder: Path):
         write(folder, "default")

@@ -99,15 +99,15 @@ class Slab:
             os.close(fd)
             raise io_refusal(path, "reading its header", error) from error
 
-    def reason_to_remake(self, *, sealed: bool = False) -> str:
-        """Why the contents of the file cannot be kept, in words for the log; empty if they can. `sealed`:
+    def reason_to_remake(self, *, encrypted: bool = False) -> str:
+        """Why the contents of the file cannot be kept, in words for the log; empty if they can. `encrypted`:
         they are to be encrypted. Raises Refusal if the header cannot be read."""
         try:
             found, length = pool_file.read_header(self.fd, NAMING), os.fstat(self.fd).st_size
         except OSError as error:
             raise io_refusal(self.path, "reading its header", error) from error
         size_bytes, extent_bytes = pool_file.file_bytes(self.geometry), self.geometry.extent_bytes
-        why = pool_file.reason_to_remake(found, length, size_bytes, extent_bytes, NAMING, sealed=sealed)
+        why = pool_file.reason_to_remake(found, length, size_bytes, extent_bytes, NAMING, encrypted=encrypted)
         return why or ""
 
     def header(self) -> bytes:

@@ -103,13 +103,13 @@ class OpenDisk:
 
     def _load(self) -> ExtentHeaders:
         encryption, geometry = self._encryption, self.slab.geometry
-        sealed = encryption is not None
-        self.cold_reason = self.slab.reason_to_remake(sealed=sealed)
+        encrypted = encryption is not None
+        self.cold_reason = self.slab.reason_to_remake(encrypted=encrypted)
         if encryption is not None and not self.cold_reason:
             self.cold_reason = encryption.why_cold(self.slab)
         if self.cold_reason:
             digest = config_digest(geometry)
-            format_pool(self._image, geometry.extent_bytes, geometry.extents, digest, sealed=sealed)
+            format_pool(self._image, geometry.extent_bytes, geometry.extents, digest, encrypted=encrypted)
             table = b"" if encryption is None else encryption.new_table()
             if not self.slab.make(bytes(self._image[:PAGE_BYTES]), self._faults.step, table):
                 self._warn_sparse()
@@ -126,7 +126,7 @@ class OpenDisk:
         return headers
 
     def _keep(self) -> ExtentHeaders:
-        found = self.slab.reason_to_remake(sealed=self._encryption is not None)
+        found = self.slab.reason_to_remake(encrypted=self._encryption is not None)
         if not found and self.slab.header() != bytes(self._image[:HEADER_BYTES]):
             found = "its header is not the one that this daemon began with"
         if found:

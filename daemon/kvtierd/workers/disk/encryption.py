@@ -11,9 +11,9 @@ from kvtierd.core.ids import NamespaceDigest
 from kvtierd.tiers.disk.key_table import OFFSET, KeyTable
 from kvtierd.tiers.disk.keys import FIELD, KeyTroubleError, read_keys
 from kvtierd.tiers.disk.slab import NAMING, Slab, refuse
+from kvtierd.workers.disk.encrypted_moving import EncryptedMover
 from kvtierd.workers.disk.keyring import Keyring, new_salt
-from kvtierd.workers.disk.sealed_moving import SealedMover
-from kvtierd.workers.disk.sealing import Keyless, Sealer
+from kvtierd.workers.disk.slot_cipher import Keyless, SlotCipher
 
 OTHER_KEYS = "none of the keys is one that the slab was encrypted with"
 
@@ -68,11 +68,11 @@ class Encryption:
             message = f"the keys in {self._folder} have changed since the daemon's start: restart it"
             raise refuse(FIELD, self._folder, message)
 
-    def maker(self, disk: PoolRecords) -> Callable[..., SealedMover]:
+    def maker(self, disk: PoolRecords) -> Callable[..., EncryptedMover]:
         """Makes movers from the arguments of `Mover`, one for each thread, which share one salt."""
         assert self._ring is not None
         ring, salt, keyless = self._ring, new_salt(), Keyless()
-        return lambda **arguments: SealedMover(Sealer(ring, salt, disk, keyless), **arguments)
+        return lambda **arguments: EncryptedMover(SlotCipher(ring, salt, disk, keyless), **arguments)
 
     def _open(self, slab: Slab) -> tuple[KeyTable, KeyTable]:
         """The slab's key table, and that of our own keys."""

@@ -9,12 +9,12 @@ MIB = 1 << 20
 SALT = 0x1234_5678_9ABC
 
 
-def records(*, sealed: bool = True) -> PoolRecords:
+def records(*, encrypted: bool = True) -> PoolRecords:
     pool = np.zeros(4 * MIB, np.uint8)
-    format_pool(pool, MIB, 2, bytes(16), sealed=sealed)
+    format_pool(pool, MIB, 2, bytes(16), encrypted=encrypted)
     made = PoolRecords(pool)
     made.format_extent(0, 5000)
-    assert made.sealed == sealed
+    assert made.encrypted == encrypted
     return made
 
 
@@ -48,7 +48,7 @@ def test_a_record_is_believed_only_with_its_salt_and_keeps_its_tag():
     places, generations = opened(made)
     made.claim(places[:1], generations[:1], SALT)
     tags = np.arange(32, dtype=np.uint8).reshape(2, 16)
-    made.set_seals(places, generations, np.array([5, 6], np.uint64), tags)
+    made.set_tags(places, generations, np.array([5, 6], np.uint64), tags)
     made.commit(places, np.array([1, 2], np.uint64))
     assert made.check(places, generations).tolist() == [1, 0]
     copies = made.copies(places)
@@ -59,7 +59,7 @@ def test_a_record_is_believed_only_with_its_salt_and_keeps_its_tag():
 
 
 def test_it_matches_a_record_of_the_pool_whatever_its_salt():
-    made, host = records(), records(sealed=False)
+    made, host = records(), records(encrypted=False)
     places, generations = opened(made)
     there, host_generations = opened(host)
     host.set_data_checksums(there, host_generations, np.array([3, 4], np.uint64))
@@ -68,23 +68,23 @@ def test_it_matches_a_record_of_the_pool_whatever_its_salt():
     assert made.match(places, generations, host, there, host_generations).tolist() == [1, 1]
 
 
-def test_seals_of_slots_that_are_not_being_written_are_refused():
+def test_tags_of_slots_that_are_not_being_written_are_refused():
     made = records()
     places, generations = opened(made)
     tags = np.zeros((2, 16), np.uint8)
     with pytest.raises(ValueError, match="expected WRITING with generation"):
-        made.set_seals(places, generations + np.uint64(1), np.zeros(2, np.uint64), tags)
+        made.set_tags(places, generations + np.uint64(1), np.zeros(2, np.uint64), tags)
     with pytest.raises(ValueError, match="tags"):
-        made.set_seals(places, generations, np.zeros(2, np.uint64), tags[:, :8])
+        made.set_tags(places, generations, np.zeros(2, np.uint64), tags[:, :8])
 
 
-def test_nothing_of_a_pool_can_be_sealed():
-    made = records(sealed=False)
+def test_nothing_of_a_pool_can_be_encrypted():
+    made = records(encrypted=False)
     places, generations = opened(made)
     with pytest.raises(ValueError, match="nothing in it is encrypted"):
         made.claim(places, generations, SALT)
     with pytest.raises(ValueError, match="nothing in it is encrypted"):
-        made.set_seals(places, generations, np.zeros(2, np.uint64), np.zeros((2, 16), np.uint8))
+        made.set_tags(places, generations, np.zeros(2, np.uint64), np.zeros((2, 16), np.uint8))
 
 
 @pytest.mark.parametrize("salt", [0, 1 << 48])

@@ -1,7 +1,7 @@
 """Encrypts and decrypts the data of slots, and makes and checks what their records say about it.
 
-A slot is sealed with AES-256-GCM. Its record is authenticated with it, and so is the data checksum, which the
-record has only masked. docs/design/disk.md says what is derived from what.
+The cipher is AES-256-GCM. A slot's record is authenticated with its data, and so is the data checksum, which
+the record has only masked. docs/design/disk.md says what is derived from what.
 """
 
 import threading
@@ -52,8 +52,8 @@ class Keyless:
         )
 
 
-class Sealer:
-    """Seals and opens slots for one thread."""
+class SlotCipher:
+    """Encrypts and decrypts slots for one thread."""
 
     def __init__(self, ring: Keyring, salt: int, disk: PoolRecords, keyless: Keyless) -> None:
         """`salt` is that of this run of the worker."""
@@ -64,8 +64,8 @@ class Sealer:
         self._kept: OrderedDict[tuple[TenantTag, int, int], DataKeys] = OrderedDict()
 
     def claim(self, slots: U32, generations: U64) -> tuple[npt.NDArray[np.bool_], U64]:
-        """For WRITING slots: true where a slot may be sealed now, because it never was with this generation,
-        and its tenant has a key; and copies of the records, which name the salt from now on."""
+        """For WRITING slots: true where a slot may be encrypted now, because it never was with this
+        generation, and its tenant has a key; and copies of the records, which name the salt from now on."""
         claimed = self._disk.claim(slots, generations, self._salt) == 1
         records = self._disk.copies(slots)
         claimed &= records[:, 0] >> np.uint64(24) == generations
@@ -73,32 +73,32 @@ class Sealer:
             claimed[row] = self._keys(records[row], self._salt) is not None
         return claimed, records
 
-    def seal(
-        self, slots: U32, generations: U64, records: U64, sums: U64, plain: Bytes, at: Places, sealed: Bytes,
-        to: Sequence[int],
+    def encrypt(
+        self, slots: U32, generations: U64, records: U64, sums: U64, plain: Bytes, at: Places,
+        encrypted: Bytes, to: Sequence[int],
     ) -> tuple[U64, Bytes]:  # fmt: skip
         """Encrypts data of claimed slots, with these copies of their records and these checksums, from
-        `plain` into `sealed`, where each has room for a tag behind it. Returns what the records are to have:
-        masked checksums, and tags of shape (n, 16)."""
+        `plain` into `encrypted`, where each has room for a tag behind it. Returns what the records are to
+        have: masked checksums, and tags of shape (n, 16)."""
         masked = np.empty(len(slots), np.uint64)
         tags = np.empty((len(slots), TAG_BYTES), np.uint8)
         nonces, about = _nonces(slots, generations), _authenticated(records, slots, generations, sums)
-        source, target = plain.data, sealed.data
+        source, target = plain.data, encrypted.data
         for row, ((begin, size), place) in enumerate(zip(at, to, strict=True)):
             keys, end = self._keys(records[row], self._salt), place + size
             assert keys is not None, "a slot without a key was claimed"
             keys.aead.encrypt_into(
                 nonces[row], source[begin : begin + size], about[row], target[place : end + TAG_BYTES]
             )
-            tags[row] = sealed[end : end + TAG_BYTES]
+            tags[row] = encrypted[end : end + TAG_BYTES]
             masked[row] = int(sums[row]) ^ keys.mask(nonces[row])
         return masked, tags
 
-    def open(
-        self, slots: U32, generations: U64, records: U64, sealed: Bytes, at: Places, plain: Bytes,
+    def decrypt(
+        self, slots: U32, generations: U64, records: U64, encrypted: Bytes, at: Places, plain: Bytes,
         to: Sequence[int],
     ) -> tuple[npt.NDArray[np.bool_], U64]:  # fmt: skip
-        """Decrypts data of slots, with these copies of their READY records, from `sealed`, where each has
+        """Decrypts data of slots, with these copies of their READY records, from `encrypted`, where each has
         room for a tag behind it, into `plain`. Returns where they are exactly the bytes that were stored, and
         their checksums. Elsewhere, `plain` holds anything."""
         good = np.zeros(len(slots), bool)
@@ -109,12 +109,12 @@ class Sealer:
         sums = records[:, _SUM] ^ np.array(masks, np.uint64)
         about = _authenticated(records, slots, generations, sums)
         tags = np.ascontiguousarray(records[:, _TAG : _TAG + 2]).view(np.uint8)
-        source, target = sealed.data, plain.data
+        source, target = encrypted.data, plain.data
         for row, ((begin, size), place) in enumerate(zip(at, to, strict=True)):
             key, end = keys[row], begin + size
             if key is None:
                 continue
-            sealed[end : end + TAG_BYTES] = tags[row]
+            encrypted[end : end + TAG_BYTES] = tags[row]
             opened = target[place : place + size]
             try:
                 key.aead.decrypt_into(nonces[row], source[begin : end + TAG_BYTES], about[row], opened)

@@ -11,28 +11,28 @@ import numpy as np
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.workers.disk.jobs import U64, Rows, SlotJob
 from kvtierd.workers.disk.moving import Bytes, Mover, in_pages, pair
-from kvtierd.workers.disk.sealing import TAG_BYTES, Sealer
+from kvtierd.workers.disk.slot_cipher import TAG_BYTES, SlotCipher
 
 STAGING_BYTES = 8 << 20
 """Memory of each thread for ciphertext; as much is encrypted before it is written, and read before it is
 decrypted. A slot that is larger gets memory of its own while it is moved."""
 
 
-class SealedMover(Mover):
+class EncryptedMover(Mover):
     """As a `Mover`, for a slab that is encrypted: what is written is encrypted from the pool into memory of
     the thread's own, and what is read is decrypted from there."""
 
-    def __init__(self, sealer: Sealer, **arguments: Any) -> None:
+    def __init__(self, cipher: SlotCipher, **arguments: Any) -> None:
         """`arguments` are those of `Mover`."""
         super().__init__(**arguments)
-        self._sealer = sealer
+        self._cipher = cipher
         self._staging: Bytes = np.frombuffer(mmap.mmap(-1, STAGING_BYTES), np.uint8)
 
     # --- the three kinds ---
 
     def _write(self, job: SlotJob, rows: Rows) -> None:
         rows = self._keep(job, rows, self._disk.match(*pair(job, rows, self._host)))
-        claimed, records = self._sealer.claim(job.disk_slots[rows], job.disk_generations[rows])
+        claimed, records = self._cipher.claim(job.disk_slots[rows], job.disk_generations[rows])
         job.fail(rows[~claimed])
         rows, records = rows[claimed], records[claimed]
         kept = self._persist(job, rows)
@@ -49,7 +49,7 @@ class SealedMover(Mover):
         sizes = self._disk.data_bytes(job.disk_slots[rows])
         staging, places = self._places(sizes)
         with _timed(job):
-            masked, tags = self._sealer.seal(
+            masked, tags = self._cipher.encrypt(
                 job.disk_slots[rows],
                 job.disk_generations[rows],
                 records,
@@ -68,7 +68,7 @@ class SealedMover(Mover):
         same = self._disk.match(*pair(job, rows, self._host)) == 1
         rows, masked, tags = self._keep(job, rows, same.astype(np.uint8)), masked[same], tags[same]
         slots = job.disk_slots[rows]
-        self._disk.set_seals(slots, job.disk_generations[rows], masked, tags)
+        self._disk.set_tags(slots, job.disk_generations[rows], masked, tags)
         self._disk.commit(slots, job.clocks[rows])
         self._persist(job, rows)
 
@@ -102,18 +102,18 @@ class SealedMover(Mover):
         the same."""
         records = self._disk.copies(job.disk_slots[rows])
         sizes = self._disk.data_bytes(job.disk_slots[rows])
-        staging, sealed_places = self._places(sizes)
-        pages = sealed_places // np.uint64(PAGE_BYTES)
+        staging, cipher_places = self._places(sizes)
+        pages = cipher_places // np.uint64(PAGE_BYTES)
         read, _ = self._read_data(job, rows, staging, pages, to_sum=False)
         kept = np.isin(rows, read)
         slots, generations = job.disk_slots[read], job.disk_generations[read]
         with _timed(job):
-            good, sums = self._sealer.open(
+            good, sums = self._cipher.decrypt(
                 slots,
                 generations,
                 records[kept],
                 staging,
-                _spans(sealed_places[kept], sizes[kept]),
+                _spans(cipher_places[kept], sizes[kept]),
                 plain,
                 places[kept].tolist(),
             )
