@@ -355,7 +355,8 @@ bool Records::match_one(std::uint32_t slot, std::uint64_t generation, const Sour
     copy_record(place.record, record);
     const std::uint64_t word = record[record_word];
     // Namespace, hash, data bytes, group, shard and world size lie side by side. A salt beside the world size is only a slab's.
-    for (std::uint64_t* either : {record, source_record}) either[record_world] = world_of(either);
+    if (encrypted_) record[record_world] = world_of(record);
+    if (source.records.encrypted_) source_record[record_world] = world_of(source_record);
     return state_of(word) == state_writing && generation_of(word) == generation &&
            std::equal(record + record_namespace, record + record_clock, source_record + record_namespace) &&
            data_bytes_of(record) <= place.extent.slot_bytes && load(place.record) == word;
