@@ -26,10 +26,10 @@ BUILD_TOOLS = ("cmake", "ninja")
 def requirements() -> dict[str, list[str]]:
     """What is to be installed, by the name of the file that locks it."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())
-    about, developers = project["project"], project["project"]["optional-dependencies"]["dev"]
-    tools = [each for each in developers if each.startswith(BUILD_TOOLS)]
+    about, extras = project["project"], project["project"]["optional-dependencies"]
+    tools = [each for each in extras["dev"] if each.startswith(BUILD_TOOLS)]
     return {
-        "daemon.lock": [*about["dependencies"], *about["optional-dependencies"]["daemon"]],
+        "daemon.lock": [*about["dependencies"], *extras["daemon"], *extras["encryption"]],
         "build.lock": [*project["build-system"]["requires"], *tools],
     }
 

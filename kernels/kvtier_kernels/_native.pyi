@@ -395,7 +395,7 @@ def copy_rows_loop(function_address: int, device: numpy.typing.NDArray[numpy.uin
 
 class PoolRecords:
     """
-    Slot records of a pool file (format 1): the only code that changes a slot's state.
+    Slot records of a pool file (format 1, or 2 for a slab that holds ciphertext): the only code that changes a slot's state.
 
     `pool` is the whole file, mapped writable, uint8. Slots are page numbers, uint32 of shape (n,). Every batch is
     checked before anything changes: ValueError names the slot, what was expected and what was found. Whatever the
@@ -404,7 +404,7 @@ class PoolRecords:
 
     def __init__(self, pool: numpy.typing.NDArray[numpy.uint8], crash_after: int = 0) -> None:
         """
-        Raises ValueError if the header is not one of format 1 or does not fit the size of `pool`. With `crash_after`
+        Raises ValueError if the header is not one of format 1 or 2 or does not fit the size of `pool`. With `crash_after`
         n > 0 the process kills itself (SIGKILL) right after its nth persisted step: for tests.
         """
 
@@ -418,6 +418,22 @@ class PoolRecords:
         """
         Records the xxh3_64 of the data of slots that are WRITING with these generations.
         """
+
+    def claim(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], salt: int) -> numpy.typing.NDArray[numpy.uint8]:
+        """
+        For a slab of format 2. Notes in records that are WRITING with these generations, and that nobody has claimed,
+        with which `salt`, 1 to 2^48 - 1, their data will be encrypted. 1 where that was done, else 0; uint8 (n,). So no
+        generation of a slot is encrypted twice.
+        """
+
+    def set_tags(self, slots: numpy.typing.NDArray[numpy.uint32], generations: numpy.typing.NDArray[numpy.uint64], sums: numpy.typing.NDArray[numpy.uint64], tags: numpy.typing.NDArray[numpy.uint8]) -> None:
+        """
+        For a slab of format 2. As `set_data_checksums`, with sums that are masked, and with the tags of the ciphertext,
+        uint8 (n, 16).
+        """
+
+    def copies(self, slots: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint64]:
+        """The records of slots, in whatever state, word by word, uint64 (n, 16)."""
 
     def commit(self, slots: numpy.typing.NDArray[numpy.uint32], clocks: numpy.typing.NDArray[numpy.uint64]) -> None:
         """Makes WRITING slots READY, each with its recency."""
@@ -513,6 +529,10 @@ class PoolRecords:
         """
 
     @property
+    def encrypted(self) -> bool:
+        """Whether it has format 2."""
+
+    @property
     def boots(self) -> int:
         """Boots since the pool was made."""
 
@@ -530,9 +550,10 @@ class PoolRecords:
         Steps that this object has persisted so far: each store of a word, checksum, clock or header, or group of fields.
         """
 
-def format_pool(pool: numpy.typing.NDArray[numpy.uint8], extent_bytes: int, extents: int, config_digest: bytes, crash_after: int = 0) -> None:
+def format_pool(pool: numpy.typing.NDArray[numpy.uint8], extent_bytes: int, extents: int, config_digest: bytes, crash_after: int = 0, encrypted: bool = False) -> None:
     """
-    Writes the header of a new pool file, with its magic last and no extent in use. Raises ValueError, and changes
+    Writes the header of a new pool file, with its magic last and no extent in use; with `encrypted`, of a slab of format 2,
+    which holds ciphertext. Raises ValueError, and changes
     nothing, if the extents do not fit.
     """
 

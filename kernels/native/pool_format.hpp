@@ -11,6 +11,8 @@ inline constexpr std::uint64_t header_area_bytes = 2u << 20;
 inline constexpr std::uint64_t extent_bytes_min = 1u << 20;
 inline constexpr std::uint64_t extent_bytes_max = 1u << 30;
 inline constexpr std::uint32_t format_version = 1;
+// A slab whose slots hold ciphertext. Its records have a salt and a tag besides; everything else is as in format 1.
+inline constexpr std::uint32_t format_encrypted = 2;
 
 constexpr std::uint64_t magic(const char (&text)[9]) {
     std::uint64_t value = 0;
@@ -56,14 +58,16 @@ enum RecordWord : unsigned {
     record_namespace,       // 2 words
     record_hash = 5,        // 4 words
     record_bytes_group = 9, // data bytes (32 bits), group (16), shard (16)
-    record_world,           // world size (16), zero (48)
+    record_world,           // world size (16), salt (48; zero in format 1)
     record_clock,
     record_data_checksum,
     record_checksum,
+    record_tag,  // 2 words, zero in format 1; not covered by the checksum
 };
 
 enum State : unsigned { state_free, state_writing, state_ready };
 
+inline constexpr std::uint64_t salt_mask = (std::uint64_t{1} << 48) - 1;
 inline constexpr std::uint64_t generation_mask = (std::uint64_t{1} << 40) - 1;
 constexpr std::uint64_t make_word(State state, std::uint64_t writer, std::uint64_t generation) {
     return state | writer << 8 | (generation & generation_mask) << 24;

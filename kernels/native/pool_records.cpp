@@ -51,12 +51,6 @@ std::uint16_t group_of(const std::uint64_t* record) { return static_cast<std::ui
 std::uint16_t shard_of(const std::uint64_t* record) { return static_cast<std::uint16_t>(record[record_bytes_group] >> 48); }
 std::uint16_t world_of(const std::uint64_t* record) { return static_cast<std::uint16_t>(record[record_world]); }
 
-// Whether a READY record can be believed: its checksum matches, and its fields make sense in the extent that holds it.
-bool intact_record(const std::uint64_t* record, const Extent& extent) {
-    return record[record_checksum] == checksum_of_record(record, generation_of(record[record_word])) &&
-           data_bytes_of(record) <= extent.slot_bytes && shard_of(record) < world_of(record) && record[record_world] >> 16 == 0;
-}
-
 std::string name_of(std::uint64_t word) {
     static constexpr const char* names[] = {"FREE", "WRITING", "READY"};
     const unsigned state = state_of(word);
@@ -103,15 +97,16 @@ Records::Records(std::uint8_t* base, std::uint64_t size, std::uint64_t crash_aft
     if (load(header) != magic_pool) refuse("the pool's header has not the magic of format 1");
     if (xxh3_64(header, header_checksum * 8) != header[header_checksum])
         refuse("the checksum of the pool's header does not fit");
-    if (header[header_format] != format_version || header[header_first_extent] != header_area_bytes)
-        refuse("the pool has format ", header[header_format], ", expected 1");
+    encrypted_ = header[header_format] == format_encrypted;
+    if ((header[header_format] != format_version && !encrypted_) || header[header_first_extent] != header_area_bytes)
+        refuse("the pool has format ", header[header_format], ", expected 1, or 2 for a slab that is encrypted");
     extent_bytes_ = header[header_extent_bytes];
     extents_ = header[header_extents];
     check_geometry(size, extent_bytes_, extents_);
 }
 
 void Records::format(std::uint8_t* base, std::uint64_t size, std::uint64_t extent_bytes, std::uint64_t extents,
-                     const std::uint8_t* digest, std::uint64_t crash_after) {
+                     const std::uint8_t* digest, std::uint64_t crash_after, bool encrypted) {
     check_base(base);
     check_geometry(size, extent_bytes, extents);
     auto* header = reinterpret_cast<std::uint64_t*>(base);
@@ -127,7 +122,7 @@ void Records::format(std::uint8_t* base, std::uint64_t size, std::uint64_t exten
     }
     std::memset(base + 8, 0, header_area_bytes - 8);
     step();
-    std::uint64_t covered[header_checksum] = {magic_pool, format_version, header_area_bytes, extent_bytes, extents};
+    std::uint64_t covered[header_checksum] = {magic_pool, encrypted ? format_encrypted : format_version, header_area_bytes, extent_bytes, extents};
     std::memcpy(covered + header_digest_low, digest, 16);
     for (unsigned i = header_format; i < header_checksum; ++i) store(header + i, covered[i]);
     step();
@@ -135,6 +130,17 @@ void Records::format(std::uint8_t* base, std::uint64_t size, std::uint64_t exten
     step();
     store(header + header_magic, magic_pool);
     step();
+}
+
+// Whether a READY record can be believed: its checksum matches, and its fields make sense in the extent that holds it.
+bool Records::intact(const std::uint64_t* record, const Extent& extent) const {
+    const std::uint64_t salt = record[record_world] >> 16;
+    return record[record_checksum] == checksum_of_record(record, generation_of(record[record_word])) &&
+           data_bytes_of(record) <= extent.slot_bytes && shard_of(record) < world_of(record) && (salt != 0) == encrypted_;
+}
+
+void Records::require_encrypted() const {
+    if (!encrypted_) refuse("the pool has format 1: nothing in it is encrypted");
 }
 
 void Records::step() {
@@ -231,6 +237,41 @@ void Records::set_data_checksums(std::span<const std::uint32_t> slots, const std
     }
 }
 
+void Records::claim(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint64_t salt,
+                    std::uint8_t* out) {
+    require_encrypted();
+    if (salt == 0 || salt > salt_mask) refuse("salt ", salt, ": expected 1 to 2^48 - 1");
+    require_distinct(slots);
+    Place place;
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        out[i] = 0;
+        if (!locate(slots[i], place)) continue;
+        std::uint64_t unclaimed = load(place.record + record_world);
+        const std::uint64_t word = load(place.record);
+        if (state_of(word) != state_writing || generation_of(word) != generations[i] || unclaimed >> 16 != 0) continue;
+        std::atomic_ref<std::uint64_t> world(place.record[record_world]);
+        out[i] = world.compare_exchange_strong(unclaimed, unclaimed | salt << 16, std::memory_order_acq_rel);
+        step();
+    }
+}
+
+void Records::set_tags(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const std::uint64_t* sums,
+                        const std::uint8_t* tags) {
+    require_encrypted();
+    set_data_checksums(slots, generations, sums);
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        std::uint64_t tag[2];
+        std::memcpy(tag, tags + i * sizeof tag, sizeof tag);
+        const Place place = require(slots[i]);
+        for (unsigned w = 0; w < 2; ++w) store(place.record + record_tag + w, tag[w]);
+        step();
+    }
+}
+
+void Records::copies(std::span<const std::uint32_t> slots, std::uint64_t* out) const {
+    for (std::size_t i = 0; i < slots.size(); ++i) copy_record(require(slots[i]).record, out + i * record_words);
+}
+
 void Records::commit(std::span<const std::uint32_t> slots, const std::uint64_t* clocks) {
     const auto places = require_all(slots);
     for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -268,7 +309,7 @@ bool Records::read_ready(std::uint32_t slot, std::uint64_t generation, Place& pl
     if (!locate(slot, place)) return false;
     copy_record(place.record, record);
     const std::uint64_t word = record[record_word];
-    return state_of(word) == state_ready && generation_of(word) == generation && intact_record(record, place.extent) &&
+    return state_of(word) == state_ready && generation_of(word) == generation && intact(record, place.extent) &&
            load(place.record) == word;
 }
 
@@ -313,7 +354,9 @@ bool Records::match_one(std::uint32_t slot, std::uint64_t generation, const Sour
     std::uint64_t record[record_words];
     copy_record(place.record, record);
     const std::uint64_t word = record[record_word];
-    // Namespace, hash, data bytes, group, shard and world size lie side by side.
+    // Namespace, hash, data bytes, group, shard and world size lie side by side. A salt beside the world size is only a slab's.
+    if (encrypted_) record[record_world] = world_of(record);
+    if (source.records.encrypted_) source_record[record_world] = world_of(source_record);
     return state_of(word) == state_writing && generation_of(word) == generation &&
            std::equal(record + record_namespace, record + record_clock, source_record + record_namespace) &&
            data_bytes_of(record) <= place.extent.slot_bytes && load(place.record) == word;
@@ -477,7 +520,7 @@ Scan Records::scan() const {
                                                  record[record_nonce],     record[record_transfer]};
             found.slots.push_back(static_cast<std::uint32_t>(extent.slot_offset(slot) / page_bytes));
             found.states.push_back(static_cast<std::uint8_t>(state_of(word)));
-            found.intact.push_back(state_of(word) == state_ready && intact_record(record, extent));
+            found.intact.push_back(state_of(word) == state_ready && intact(record, extent));
             found.writers.push_back(writer_of(word));
             found.generations.push_back(generation_of(word));
             found.nonces.push_back(record[record_nonce]);

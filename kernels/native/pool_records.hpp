@@ -67,12 +67,20 @@ public:
     // Checks the header against the size. With crash_after = n, the process kills itself right after its nth persisted step.
     Records(std::uint8_t* base, std::uint64_t size, std::uint64_t crash_after);
 
-    // Writes the header of a pool file whose other bytes are zero.
+    // Writes the header of a pool file whose other bytes are zero. `encrypted`: of a slab that is to hold ciphertext.
     static void format(std::uint8_t* base, std::uint64_t size, std::uint64_t extent_bytes, std::uint64_t extents,
-                       const std::uint8_t* digest, std::uint64_t crash_after);
+                       const std::uint8_t* digest, std::uint64_t crash_after, bool encrypted = false);
 
     void open(std::span<const std::uint32_t> slots, const OpenFields& fields, std::uint64_t* generations);
     void set_data_checksums(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const std::uint64_t* sums);
+    // Of an encrypted slab: notes in WRITING records that nobody has claimed yet with which salt (48 bits, not 0) their data will
+    // be encrypted. So no generation of a slot is ever encrypted twice.
+    void claim(std::span<const std::uint32_t> slots, const std::uint64_t* generations, std::uint64_t salt, std::uint8_t* out);
+    // Of an encrypted slab: sets the masked data checksums and the tags, 16 bytes for each slot, of claimed WRITING records.
+    void set_tags(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const std::uint64_t* sums,
+                   const std::uint8_t* tags);
+    // Copies the records' words as they are, 16 for each slot.
+    void copies(std::span<const std::uint32_t> slots, std::uint64_t* out) const;
     void commit(std::span<const std::uint32_t> slots, const std::uint64_t* clocks);
     void free(std::span<const std::uint32_t> slots);
 
@@ -109,6 +117,7 @@ public:
     std::uint64_t extents() const { return extents_; }
     std::uint64_t extent_bytes() const { return extent_bytes_; }
     std::uint64_t boots() const;
+    bool encrypted() const { return encrypted_; }
 
 private:
     struct Place {
@@ -119,6 +128,8 @@ private:
     bool locate(std::uint32_t slot, Place& place) const;
     Place require(std::uint32_t slot) const;
     std::vector<Place> require_all(std::span<const std::uint32_t> slots) const;
+    bool intact(const std::uint64_t* record, const Extent& extent) const;
+    void require_encrypted() const;
     bool read_ready(std::uint32_t slot, std::uint64_t generation, Place& place, std::uint64_t* record) const;
     bool match_one(std::uint32_t slot, std::uint64_t generation, const Source& source, std::size_t i, Place& place,
                    std::uint64_t* source_record) const;
@@ -129,6 +140,7 @@ private:
     std::uint64_t crash_after_;
     std::uint64_t extent_bytes_ = 0;
     std::uint64_t extents_ = 0;
+    bool encrypted_ = false;
     std::atomic<std::uint64_t> steps_{0};
 };
 

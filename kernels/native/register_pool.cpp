@@ -76,6 +76,35 @@ class PoolRecords {
         records_.set_data_checksums(places.span(), expected.data(), values.data());
     }
 
+    Array<std::uint8_t> claim(U32 slots, U64 generations, std::uint64_t salt) {
+        const In<std::uint32_t> places(slots, "slots");
+        const In<std::uint64_t> expected(generations, "generations");
+        expected.require_rows(places.size(), "slots");
+        Array<std::uint8_t> out = make_array<std::uint8_t>(places.size());
+        nb::gil_scoped_release release;
+        records_.claim(places.span(), expected.data(), salt, out.data);
+        return out;
+    }
+
+    void set_tags(U32 slots, U64 generations, U64 sums, U8 tags) {
+        const In<std::uint32_t> places(slots, "slots");
+        const In<std::uint64_t> expected(generations, "generations"), values(sums, "sums");
+        const In<std::uint8_t, 2> marks(tags, "tags");
+        expected.require_rows(places.size(), "slots");
+        values.require_rows(places.size(), "slots");
+        marks.require_rows(places.size(), "slots").require_columns(16);
+        nb::gil_scoped_release release;
+        records_.set_tags(places.span(), expected.data(), values.data(), marks.data());
+    }
+
+    Array<std::uint64_t> copies(U32 slots) const {
+        const In<std::uint32_t> places(slots, "slots");
+        Array<std::uint64_t> out = make_array<std::uint64_t>(places.size(), std::size_t{pool::record_words});
+        nb::gil_scoped_release release;
+        records_.copies(places.span(), out.data);
+        return out;
+    }
+
     void commit(U32 slots, U64 clocks) {
         const In<std::uint32_t> places(slots, "slots");
         const In<std::uint64_t> values(clocks, "clocks");
@@ -246,12 +275,12 @@ void register_pool(nb::module_& module) {
     using nb::arg;
     nb::class_<PoolRecords>(
         module, "PoolRecords",
-        "Slot records of a pool file (format 1): the only code that changes a slot's state.\n\n"
+        "Slot records of a pool file (format 1, or 2 for a slab that holds ciphertext): the only code that changes a slot's state.\n\n"
         "`pool` is the whole file, mapped writable, uint8. Slots are page numbers, uint32 of shape (n,). Every batch is\n"
         "checked before anything changes: ValueError names the slot, what was expected and what was found. Whatever the\n"
         "pool's bytes say, nothing outside it is touched. The interpreter's lock is released in every call.")
         .def(nb::init<U8, std::uint64_t>(), arg("pool"), arg("crash_after") = 0,
-             "Raises ValueError if the header is not one of format 1 or does not fit the size of `pool`. With `crash_after`\n"
+             "Raises ValueError if the header is not one of format 1 or 2 or does not fit the size of `pool`. With `crash_after`\n"
              "n > 0 the process kills itself (SIGKILL) right after its nth persisted step: for tests.")
         .def("open", &PoolRecords::open, arg("slots"), arg("writer"), arg("boot_nonce"), arg("transfer"), arg("namespace"),
              arg("group"), arg("shard"), arg("world"), arg("hashes"), arg("data_bytes"),
@@ -259,6 +288,15 @@ void register_pool(nb::module_& module) {
              "`namespace` is the 16-byte digest of theirs. Returns the generations, uint64 (n,).")
         .def("set_data_checksums", &PoolRecords::set_data_checksums, arg("slots"), arg("generations"), arg("sums"),
              "Records the xxh3_64 of the data of slots that are WRITING with these generations.")
+        .def("claim", &PoolRecords::claim, arg("slots"), arg("generations"), arg("salt"),
+             "For a slab of format 2. Notes in records that are WRITING with these generations, and that nobody has claimed,\n"
+             "with which `salt`, 1 to 2^48 - 1, their data will be encrypted. 1 where that was done, else 0; uint8 (n,). So no\n"
+             "generation of a slot is encrypted twice.")
+        .def("set_tags", &PoolRecords::set_tags, arg("slots"), arg("generations"), arg("sums"), arg("tags"),
+             "For a slab of format 2. As `set_data_checksums`, with sums that are masked, and with the tags of the ciphertext,\n"
+             "uint8 (n, 16).")
+        .def("copies", &PoolRecords::copies, arg("slots"),
+             "The records of slots, in whatever state, word by word, uint64 (n, 16).")
         .def("commit", &PoolRecords::commit, arg("slots"), arg("clocks"), "Makes WRITING slots READY, each with its recency.")
         .def("free", &PoolRecords::free, arg("slots"), "Makes slots in any state FREE, with a new generation.")
         .def("generations", &PoolRecords::generations, arg("slots"), "The present generation of each slot, uint64 (n,).")
@@ -314,6 +352,7 @@ void register_pool(nb::module_& module) {
         .def(
             "start_boot", [](PoolRecords& self, std::uint64_t nonce) { return self.records().start_boot(nonce); },
             arg("boot_nonce"), "Writes the nonce of this boot into the header and counts the boot. Returns the count.")
+        .def_prop_ro("encrypted", [](PoolRecords& self) { return self.records().encrypted(); }, "Whether it has format 2.")
         .def_prop_ro("boots", [](PoolRecords& self) { return self.records().boots(); }, "Boots since the pool was made.")
         .def_prop_ro("extents", [](PoolRecords& self) { return self.records().extents(); }, "Number of extents.")
         .def_prop_ro("extent_bytes", [](PoolRecords& self) { return self.records().extent_bytes(); }, "Bytes per extent.")
@@ -323,14 +362,17 @@ void register_pool(nb::module_& module) {
 
     module.def(
         "format_pool",
-        [](U8 pool, std::uint64_t extent_bytes, std::uint64_t extents, const nb::bytes& digest, std::uint64_t crash_after) {
+        [](U8 pool, std::uint64_t extent_bytes, std::uint64_t extents, const nb::bytes& digest, std::uint64_t crash_after,
+           bool encrypted) {
             const In<std::uint8_t> memory(pool, "pool", true);
             const std::uint8_t* bytes = sixteen("config_digest", digest);
             nb::gil_scoped_release release;
-            pool::Records::format(memory.data(), memory.size(), extent_bytes, extents, bytes, crash_after);
+            pool::Records::format(memory.data(), memory.size(), extent_bytes, extents, bytes, crash_after, encrypted);
         },
         arg("pool"), arg("extent_bytes"), arg("extents"), arg("config_digest"), arg("crash_after") = 0,
-        "Writes the header of a new pool file, with its magic last and no extent in use. Raises ValueError, and changes\n"
+        arg("encrypted") = false,
+        "Writes the header of a new pool file, with its magic last and no extent in use; with `encrypted`, of a slab of format 2,\n"
+        "which holds ciphertext. Raises ValueError, and changes\n"
         "nothing, if the extents do not fit.");
     module.def("populate", &populate, arg("pool"), arg("offset"), arg("length"),
                "Prefaults pages for writing, with the interpreter's lock released. Raises OSError: EFAULT when the file system is\n"

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "restart": "from kill -9 to warm, against slots and GiB: the records alone, and a real daemon",
     "restart_disk": "a disk's records read back and believed at start, against slots",
     "disk": "a disk's worker against fio, at the same record size and depth",
+    "disk_encryption": "a disk's worker on an encrypted slab against a plain one",
     "disk_lookups": "lookups while a disk writes at full rate, against the same without a disk",
     "rpc": "lookups: in the index page, over gRPC unary and stream, and behind a large lookup",
     "connector": "what vLLM's scheduler waits for the connector, per step",

@@ -78,8 +78,9 @@ class Turn:
 
 
 @contextmanager
-def slab_on(folder: Path) -> Iterator[Bench]:
-    """A new slab in a folder. Stopped with its worker; the folder is the caller's to remove."""
+def slab_on(folder: Path, keys: Path | None = None) -> Iterator[Bench]:
+    """A new slab in a folder, encrypted if there are `keys`. Stopped with its worker; the folder is the
+    caller's to remove."""
     with (
         HostPool.open(None, POOL_BYTES, EXTENT_BYTES, lock_timeout_s=1) as pool,
         DiskImage(disk_geometry(SLAB_BYTES, EXTENT_BYTES)) as image,
@@ -91,7 +92,14 @@ def slab_on(folder: Path) -> Iterator[Bench]:
             0, 256, pool.geometry.capacity_bytes, np.uint8
         )
         worker = Worker(
-            folder, pool, image, load=True, size_bytes=SLAB_BYTES, threads=THREADS, queue_depth=DEPTH
+            folder,
+            pool,
+            image,
+            load=True,
+            size_bytes=SLAB_BYTES,
+            threads=THREADS,
+            queue_depth=DEPTH,
+            keys=keys,
         )
         try:
             if not worker.ready().direct_io:

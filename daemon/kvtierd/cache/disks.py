@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtierd.core.ids import DiskId, WorkerId
+from kvtierd.core.blocks.namespaces import tag_of
+from kvtierd.core.ids import DiskId, TenantTag, WorkerId
 from kvtierd.core.stimuli import DiskRecovered, Stimulus, WorkerExited, WorkerLive
 from kvtierd.logs import logger
 from kvtierd.tiers.disk.image import DiskImage
+from kvtierd.tiers.disk.keys import file_of_tenant
 from kvtierd.workers.supervisor.kinds import disk_device
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
+KEYLESS_MAX = 1_000
+"""Of so many tenants it is said that they have no key."""
 log = logger(__name__)
 
 
@@ -37,6 +41,9 @@ class DiskFile:
     path: Path
     """The directory."""
     image: DiskImage
+    encrypted: bool = False
+    writable: frozenset[TenantTag] | None = None
+    """The tenants for whose blocks there is a key; None for all."""
     start: DiskStart | None = None
     """None until its first worker is live and the records are read."""
     held: list[WorkerStimulus] | None = None
@@ -67,6 +74,8 @@ class DiskFiles:
         self._boot_nonce = boot_nonce
         self._post = post
         self._tasks: set[asyncio.Task[None]] = set()
+        self._keyless: set[TenantTag] = set()
+        """Tenants of which it has been said that they have no key."""
 
     def __getitem__(self, number: DiskId) -> DiskFile:
         return self._disks[number]
@@ -77,6 +86,18 @@ class DiskFiles:
 
     def __len__(self) -> int:
         return len(self._disks)
+
+    def attached(self, tenant: str) -> None:
+        """A session of a tenant is attached. Says once if its blocks are not written, for want of a key."""
+        tag = tag_of(tenant)
+        keyless = any(disk.writable is not None and tag not in disk.writable for disk in self._disks)
+        if keyless and tag not in self._keyless and len(self._keyless) < KEYLESS_MAX:
+            self._keyless.add(tag)
+            log.warning(
+                "blocks of a tenant are not written to disks, because there is no key for it, and no default",
+                tenant=tenant,
+                remedy=f"make {file_of_tenant(tenant)} in disk.encryption_keys, and restart the daemon",
+            )
 
     def take(self, stimulus: WorkerStimulus) -> bool:
         """Takes what a disk's worker reports, and tells the core in due time. False if the worker is not a

@@ -226,6 +226,7 @@ class Cache:
         reply = self.handle(stimulus)
         assert isinstance(reply, actions.Attached)
         self._sessions[stimulus.session] = _Session(listener, about, reply.epoch)
+        self.disks.attached(stimulus.owner.tenant)
         return reply
 
     def end_session(self, session: SessionId, why: str) -> None:

@@ -99,6 +99,7 @@ class DiskSnapshot:
     recovered_bytes: int
     recovery_s: float
     core: DiskStatus
+    encrypted: bool = False
 
     @classmethod
     def of(cls, disk: DiskFile, core: DiskStatus, device: SupervisedDevice) -> Self:
@@ -116,6 +117,7 @@ class DiskSnapshot:
             recovered_bytes=start.data_bytes if start else 0,
             recovery_s=start.seconds if start else 0.0,
             core=core,
+            encrypted=disk.encrypted,
         )
 
 

@@ -32,6 +32,12 @@ class DiskConfig:
         "with colons between them. Empty: no disk tier.",
     )
     size: int = s.setting(0, s.size, "Bytes in each of the directories; its file is made as large at once.")
+    encryption_keys: Path | None = s.setting(
+        None,
+        s.path,
+        "The folder with the keys by which disks are encrypted: a file named default for all tenants, and "
+        "one named after each tenant that has a key of its own. Empty: disks are not encrypted.",
+    )
     extent_size: int = s.setting(
         0, s.size, "Bytes of one extent, a power of two from 1MiB to 1GiB. 0: chosen from the disk's size."
     )

@@ -539,3 +539,8 @@ class CoreDisks:
     """How long a disk that fails is left alone; then one read decides."""
     recompute_if_faster: bool = True
     """A promotion or load that would take longer than computing the prompt anew is reported as a miss."""
+    tenants: frozenset[ids.TenantTag] | None = None
+    """The tenants whose blocks may be written, because there is a key for them; None for all."""
+
+    def may_write(self, tenant: ids.TenantTag) -> bool:
+        return self.tenants is None or tenant in self.tenants

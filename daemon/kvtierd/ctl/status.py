@@ -114,6 +114,7 @@ def _disk(disk: admin_pb2.DiskStatus, worker_pid: int) -> Facts:
             f"{blocks:,} blocks, {human_size(done_bytes)}, {human_size(queued_bytes)} on their way{lately}",
         )
     yield "evicted", f"{disk.evicted_blocks:,} blocks"
+    yield "encryption", "AES-256-GCM" if disk.encrypted else "none"
     cached = "" if disk.direct_io or not worker_pid else ", without O_DIRECT"
     yield "worker", f"{f'pid {worker_pid}{cached}' if worker_pid else 'none'}, {count(disk.errors, 'error')}"
     if disk.scrubbed_blocks < disk.scrub_blocks:

@@ -27,6 +27,8 @@ from kvtierd.memory.writers import TABLE_BYTES, TABLE_OFFSET, living
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+ENCRYPTED_FORMAT = 2
+"""That of a slab that is encrypted."""
 HEADER_AREA_BYTES = 2 << 20
 EXTENT_BYTES_MIN = 1 << 20
 EXTENT_BYTES_MAX = 1 << 30
@@ -66,6 +68,8 @@ class Header:
 
     geometry: PoolGeometry
     digest: bytes
+    encrypted: bool = False
+    """Whether it is a slab that is encrypted."""
 
 
 def config_digest(geometry: PoolGeometry) -> bytes:
@@ -257,7 +261,7 @@ def read_header(fd: int, naming: Naming = POOL) -> Header | str:
         return f"the {naming.what} has format {found!r}, this daemon reads format '{FORMAT}'"
     if xxh3_64(page[:56]) != struct.unpack_from("<Q", page, 56)[0]:
         return f"the {naming.what}'s header is damaged: its checksum does not fit"
-    if version != FORMAT or first != HEADER_AREA_BYTES:
+    if version not in (FORMAT, ENCRYPTED_FORMAT) or first != HEADER_AREA_BYTES:
         return f"the {naming.what} has format {version}, this daemon reads format {FORMAT}"
     if (
         not EXTENT_BYTES_MIN <= extent_bytes <= EXTENT_BYTES_MAX
@@ -265,7 +269,7 @@ def read_header(fd: int, naming: Naming = POOL) -> Header | str:
         or not extents
     ):
         return f"the {naming.what}'s header makes no sense: {extents} extents of {extent_bytes} bytes"
-    return Header(PoolGeometry(extents, extent_bytes, first), page[40:56])
+    return Header(PoolGeometry(extents, extent_bytes, first), page[40:56], version == ENCRYPTED_FORMAT)
 
 
 def refuse_foreign(fd: int, path: Path, naming: Naming = POOL) -> None:
@@ -290,13 +294,22 @@ def refuse_foreign(fd: int, path: Path, naming: Naming = POOL) -> None:
 
 
 def reason_to_remake(
-    found: Header | str, length: int, size_bytes: int, extent_bytes: int | None, naming: Naming = POOL
+    found: Header | str,
+    length: int,
+    size_bytes: int,
+    extent_bytes: int | None,
+    naming: Naming = POOL,
+    *,
+    encrypted: bool = False,
 ) -> str | None:
     """Why the pool that was found cannot be kept for this configuration; None if it can. `length` is the
-    file's."""
+    file's; `encrypted`: it is to be one that is encrypted."""
     if isinstance(found, str):
         return found
     have = found.geometry
+    if encrypted != found.encrypted:
+        is_now, is_to_be = ("encrypted", "plain") if found.encrypted else ("plain", "encrypted")
+        return f"the {naming.what} is {is_now}, and is to be {is_to_be}"
     if extent_bytes is not None and extent_bytes != have.extent_bytes:
         return f"{naming.extent} changed from {have.extent_bytes} to {extent_bytes}"
     extents = (size_bytes - HEADER_AREA_BYTES) // have.extent_bytes

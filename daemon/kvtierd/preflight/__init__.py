@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvtierd.config.daemon import Loaded
 from kvtierd.logs import logger
 from kvtierd.preflight.disks import check_disks
+from kvtierd.preflight.encryption import check_keys
 from kvtierd.preflight.findings import Finding, NotReadyError, Situation, Verdict
 from kvtierd.preflight.host import (
     check_gpus,
@@ -30,6 +31,7 @@ CHECKS: Sequence[Check] = (
     check_sockets,
     check_pool,
     check_disks,
+    check_keys,
     check_ports,
     check_remote,
     check_limits,

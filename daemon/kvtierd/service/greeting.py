@@ -115,4 +115,5 @@ def _disk_lines(snapshot: Snapshot) -> Iterator[str]:
             how = f"cold: {disk.cold_reason}"
         else:
             how = f"warm: {disk.recovered_blocks} blocks, {human_size(disk.recovered_bytes)} found"
-        yield f"{disk.path}, {human_size(disk.capacity_bytes)}, {how}"
+        encrypted = ", encrypted" if disk.encrypted else ""
+        yield f"{disk.path}, {human_size(disk.capacity_bytes)}{encrypted}, {how}"

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from kvtierd.config.reload import Reloaded, compare
 from kvtierd.config.settings import ConfigError, human_size
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import PAGE_BYTES, DiskId
+from kvtierd.core.ids import PAGE_BYTES, DiskId, TenantTag
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import Reconfigure
 from kvtierd.logs import logger
@@ -45,6 +45,8 @@ from kvtierd.service.manager import EXTENSION_S, ServiceManager
 from kvtierd.service.notify import Notifier
 from kvtierd.service.steady import SteadyClock
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
+from kvtierd.tiers.disk.keys import FIELD as KEYS_FIELD
+from kvtierd.tiers.disk.keys import KeyTroubleError, read_keys
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 from kvtierd.workers.supervisor.kinds import DiskOptions
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
@@ -152,14 +154,29 @@ def open_pool(config: Config, notifier: Notifier, check_stop: Callable[[], None]
         raise ConfigError("pool.size", human_size(config.pool.size), str(error)) from error
 
 
+def writable_tenants(config: Config) -> frozenset[TenantTag] | None:
+    """The tenants whose blocks may be written to disks: those with a key, if disks are encrypted. None for
+    all. Raises ConfigError."""
+    folder = config.disk.encryption_keys
+    if folder is None:
+        return None
+    try:
+        return read_keys(folder).writable
+    except KeyTroubleError as error:
+        raise ConfigError(KEYS_FIELD, folder, str(error)) from error
+
+
 def open_disks(config: Config) -> Iterator[DiskFile]:
     """The configured disks, with empty images. The directories are not looked at. Raises ConfigError."""
+    if not config.disk.paths:
+        return
+    encrypted, writable = config.disk.encryption_keys is not None, writable_tenants(config)
     for number, path in enumerate(config.disk.paths):
         try:
             image = DiskImage(disk_geometry(config.disk.size, config.disk.extent_size))
         except ValueError as error:
             raise ConfigError("disk.size", human_size(config.disk.size), str(error)) from error
-        yield DiskFile(DiskId(number), path, image)
+        yield DiskFile(DiskId(number), path, image, encrypted, writable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +283,9 @@ class _Daemon:
                 (_block_table(disk.image.geometry, disk.image.bytes), disk.image.geometry)
                 for disk in self._disks
             ],
-            disk_policy=config.disk.to_core(),
+            disk_policy=replace(
+                config.disk.to_core(), tenants=self._disks[0].writable if self._disks else None
+            ),
             shares={each.tenant: each.share for each in config.server.tenant_shares},
         )
         workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
@@ -361,6 +380,7 @@ class _Daemon:
             threads=config.threads,
             queue_depth=config.queue_depth,
             deadline_s=config.deadline_s,
+            encryption_keys=config.encryption_keys,
         )
 
     async def _wait_for_disks(self, workers: Supervisor, cache: Cache) -> None:

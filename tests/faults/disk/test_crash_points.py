@@ -15,6 +15,7 @@ import pytest
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import ChannelEndedError
 
+from tests.integration.disk.conftest import make_key
 from tests.integration.disk.rig import MIB, Block, Front, Place
 from tests.support.length import LONG
 
@@ -131,13 +132,15 @@ def look(front: Front, story: Story, count: Counter[str]) -> None:
         count["disk_blocks_read_after_a_crash"] += 1
 
 
-def campaign(folder: Path, count: Counter[str], steps: range, *, same_boot: bool) -> int:
+def campaign(
+    folder: Path, count: Counter[str], steps: range, *, same_boot: bool, keys: Path | None = None
+) -> int:
     """The step at which nothing was left to be killed. `same_boot`: the front lives on, with a new worker,
-    and ends the story."""
+    and ends the story. With `keys`, the slab is encrypted."""
     for step in steps:
         path = folder / str(step)
         path.mkdir()
-        with Front(path, size_bytes=SIZE) as front:
+        with Front(path, size_bytes=SIZE, keys=keys) as front:
             story = Story(front)
             ready = boot(front, step)
             crashed = not ready or not story.go_on()
@@ -149,7 +152,7 @@ def campaign(folder: Path, count: Counter[str], steps: range, *, same_boot: bool
                     front.assert_reads_back(place)
                 assert story.go_on()
                 assert set(story.kept) == {A_AGAIN, LATER, LAST}
-        with Front(path, size_bytes=SIZE) as front:
+        with Front(path, size_bytes=SIZE, keys=keys) as front:
             assert boot(front, 0)
             look(front, story, count)
             front.assert_reads_back(*front.write(front.store(Block(99, 50_000))))
@@ -174,3 +177,16 @@ def test_killed_after_some_step_while_its_daemon_lives(folder: Path, count: Coun
     first = random.SystemRandom().randrange(1, stride + 1)
     print(f"steps from {first}")
     assert campaign(folder, count, range(first, STEPS_MAX, stride), same_boot=True) > 25
+
+
+@pytest.mark.parametrize("same_boot", [False, True])
+def test_killed_after_some_step_on_an_encrypted_slab(
+    folder: Path, tmp_path: Path, count: Counter[str], same_boot: bool
+) -> None:
+    """In the long form: after every one."""
+    stride = 1 if LONG else 8
+    first = random.SystemRandom().randrange(1, stride + 1)
+    print(f"steps from {first}")
+    keys = make_key(tmp_path / "keys").parent
+    steps = range(first, STEPS_MAX, stride)
+    assert campaign(folder, count, steps, same_boot=same_boot, keys=keys) > 25

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import xxh3_64
-from kvtierd.core.ids import PAGE_BYTES
+from kvtierd.core.blocks.namespaces import tag_in
+from kvtierd.core.ids import PAGE_BYTES, NamespaceDigest
 from kvtierd.memory import HostPool
 from kvtierd.memory.recovery import Recovery
 from kvtierd.tiers.disk.image import WRITER, DiskImage, disk_geometry
@@ -36,6 +37,8 @@ MIB = 1 << 20
 SLACK_S = 60.0
 """For anything that takes milliseconds on an idle machine."""
 SPACE = b"a namespace of 16"[:16]
+TAG = tag_in(NamespaceDigest(SPACE))
+"""The tag of its tenant."""
 GROUP = 3
 
 U32 = npt.NDArray[np.uint32]
@@ -94,6 +97,7 @@ class Worker:
         operation_deadline_s: float = 60.0,
         environment: Mapping[str, str] | None = None,
         wrap: Sequence[str] = (),
+        keys: Path | None = None,
     ) -> None:
         """`wrap`: words before its command line; they must become it by exec."""
         status_fd = create_status_fd()
@@ -115,6 +119,8 @@ class Worker:
             "--log-level": "debug",
             "--log-format": "human",
         }
+        if keys is not None:
+            arguments["--encryption-keys"] = keys
         command = [
             *wrap,
             sys.executable,
@@ -242,6 +248,8 @@ class Front:
     options: dict[str, Any] = field(default_factory=dict)
     """Of every worker."""
     boot_nonce: int = 0x1234_5678_9ABC_DEF1
+    keys: Path | None = None
+    """The folder with its keys, if it is encrypted."""
 
     def __post_init__(self) -> None:
         self.pool = HostPool.open(None, self.pool_bytes, self.pool_extent_bytes, lock_timeout_s=1)
@@ -284,6 +292,7 @@ class Front:
             load=load,
             size_bytes=self.size_bytes,
             environment=environment,
+            keys=self.keys,
             **{**self.options, **options},
         )
         return self._worker

@@ -17,7 +17,7 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.status import StallDetector, StatusWord
 from kvtierd.workers.disk.moving import WRITE_BYTES
 
-from tests.integration.disk.conftest import NewFront
+from tests.integration.disk.conftest import ALSO_ENCRYPTED, NewFront
 from tests.integration.disk.rig import MIB, Block, Front, Place
 
 SIZE = 30_000
@@ -128,6 +128,7 @@ class TestHangs:
         words = front.worker.status.read()
         assert words[StatusWord.IO_0 : StatusWord.IO_7 + 1] == (0,) * 8
 
+    @ALSO_ENCRYPTED
     def test_a_killed_worker_in_the_middle_of_many_writes(self, new_front: NewFront):
         """Ten times, at whatever moment: what was reported is there, in this boot and in the next."""
         front = new_front(size_bytes=34 * MIB, pool_bytes=34 * MIB)
@@ -161,6 +162,7 @@ class TestHangs:
 
 
 class TestDamage:
+    @ALSO_ENCRYPTED
     def test_damaged_records_are_misses_and_the_others_are_found(self, new_front: NewFront):
         front = new_front()
         front.start()

@@ -9,7 +9,7 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.disk.jobs import JOBS_MAX
 from kvtierd.workers.disk.moving import WRITE_BYTES
 
-from tests.integration.disk.conftest import NewFront
+from tests.integration.disk.conftest import ALSO_ENCRYPTED, NewFront
 from tests.integration.disk.rig import MIB, Block, Front, Place
 
 SIZE = 30_000
@@ -30,6 +30,7 @@ class TestRoundTrips:
         disk = front.write(front.store(Block(1, data_bytes)), front.store(Block(2, data_bytes)))
         front.assert_reads_back(*disk)
 
+    @ALSO_ENCRYPTED
     def test_blocks_of_many_sizes_up_to_4_mib(self, new_front: NewFront):
         front = new_front(
             size_bytes=66 * MIB, extent_bytes=8 * MIB, pool_bytes=66 * MIB, pool_extent_bytes=8 * MIB
@@ -40,6 +41,7 @@ class TestRoundTrips:
         front.assert_reads_back(*disk)
         assert front.check(*disk).failed == []
 
+    @ALSO_ENCRYPTED
     def test_a_job_larger_than_a_batch(self, new_front: NewFront):
         front = new_front(size_bytes=18 * MIB)
         front.start(queue_depth=1)
@@ -47,10 +49,12 @@ class TestRoundTrips:
         for first in range(0, len(disk), 10):
             front.assert_reads_back(*disk[first : first + 10])
 
+    @ALSO_ENCRYPTED
     def test_every_shard_of_a_block(self, front: Front):
         disk = front.write(front.store(Block(1, SIZE, world=2)), front.store(Block(2, SIZE, world=4)))
         front.assert_reads_back(*disk)
 
+    @ALSO_ENCRYPTED
     def test_without_direct_input_and_output(self, new_front: NewFront):
         front = new_front()
         front.faults(no_direct=True)
@@ -68,6 +72,7 @@ class TestRoundTrips:
 
 
 class TestRestarts:
+    @ALSO_ENCRYPTED
     def test_a_restart_finds_what_was_written(self, new_front: NewFront):
         front = new_front()
         assert front.start().cold_reason == "there was no slab yet"
@@ -95,6 +100,7 @@ class TestRestarts:
         assert {place.block.key for place in found} == set(written)
         front.assert_reads_back(*found)
 
+    @ALSO_ENCRYPTED
     def test_slots_that_were_set_aside_stay_so(self, new_front: NewFront):
         front = new_front()
         front.start()
@@ -121,6 +127,7 @@ class TestRestarts:
         front.start()
         assert front.recovery.recovered.corrupt.tolist() == bad.slots.tolist()
 
+    @ALSO_ENCRYPTED
     def test_what_was_freed_comes_back_until_the_file_was_told_everything(self, new_front: NewFront):
         front = new_front()
         front.start()
@@ -163,6 +170,7 @@ class TestRestarts:
         assert {place.block for place in found} == set(other)
         front.assert_reads_back(*found)
 
+    @ALSO_ENCRYPTED
     def test_a_later_worker_of_the_boot_keeps_the_image(self, front: Front):
         disk = front.write(*[front.store(Block(key, SIZE)) for key in range(3)])
         before = front.image.records.scan()
@@ -185,6 +193,7 @@ class TestStale:
         assert not front.is_ready(gone_disk)
         front.assert_reads_back(there_disk)
 
+    @ALSO_ENCRYPTED
     def test_a_block_that_goes_from_the_host_while_it_is_written_is_not_ready(self, front: Front):
         gone, there = front.store(Block(1, SIZE)), front.store(Block(2, SIZE))
         front.hold()
@@ -198,6 +207,7 @@ class TestStale:
         assert not front.is_ready(gone_disk)
         front.assert_reads_back(there_disk)
 
+    @ALSO_ENCRYPTED
     def test_a_block_that_had_gone_from_the_disk_is_not_read(self, front: Front):
         gone, there = front.write(front.store(Block(1, SIZE)), front.store(Block(2, SIZE)))
         front.free("disk", gone)
@@ -241,12 +251,14 @@ class TestIntegrity:
         finished = front.check(*disk)
         assert (finished.failed, finished.corrupt, finished.error) == ([], [1], "")
 
+    @ALSO_ENCRYPTED
     def test_data_that_rotted_on_the_host_is_found_when_it_is_read_back(self, front: Front):
         host = front.store(Block(1, SIZE))
         front.pool.array[int(host.slots[0]) * PAGE_BYTES + 17] ^= 1
         (disk,) = front.write(host)
         assert front.read(disk)[0].corrupt == [0]
 
+    @ALSO_ENCRYPTED
     def test_a_rotted_record_is_corrupt_and_its_data_is_not_read(self, front: Front):
         bad, good = front.write(front.store(Block(1, SIZE)), front.store(Block(2, SIZE)))
         page = int(front.image.records.record_pages(bad.slots)[0])
@@ -256,6 +268,7 @@ class TestIntegrity:
         assert front.on_host(host[1])
         assert front.check(bad, good).corrupt == [0]
 
+    @ALSO_ENCRYPTED
     def test_a_check_moves_nothing_and_finds_good_blocks_good(self, front: Front):
         disk = front.write(*[front.store(Block(key, SIZE)) for key in range(40)])
         before = front.pool.array.copy()
@@ -275,6 +288,7 @@ class TestIntegrity:
         flip(front, int(disk[0].slots[0]) * PAGE_BYTES + 7 * MIB - 1)
         assert front.check(*disk).corrupt == [0]
 
+    @ALSO_ENCRYPTED
     def test_a_check_of_many_sizes_at_once(self, new_front: NewFront):
         front = new_front(
             size_bytes=26 * MIB, extent_bytes=4 * MIB, pool_bytes=42 * MIB, pool_extent_bytes=4 * MIB

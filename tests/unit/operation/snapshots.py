@@ -178,7 +178,7 @@ def busy_snapshot() -> Snapshot:
         disks=(
             DiskSnapshot("/mnt/a", 64 << 20, "live", "", "", True, 81, 82 << 10, 0.8, core.disks[0]),
             DiskSnapshot(
-                "/mnt/b", 64 << 20, "failing", "EIO", "no slab yet", False, 0, 0, 0.1, core.disks[1]
+                "/mnt/b", 64 << 20, "failing", "EIO", "no slab yet", False, 0, 0, 0.1, core.disks[1], True
             ),
         ),
         copies={

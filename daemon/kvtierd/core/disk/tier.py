@@ -66,6 +66,7 @@ class DiskTier:
             write_queue_bytes=now.write_queue_bytes,
             read_queue_bytes=now.read_queue_bytes,
             job_bytes=now.job_bytes,
+            tenants=now.tenants,
         )
         self._writing.policy_changed()
 

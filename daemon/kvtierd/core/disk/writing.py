@@ -144,7 +144,7 @@ class Writing:
         left."""
         horizon = self._horizon(domain)
         self._unwalked.pop(domain, None)
-        if horizon <= 0 or not any(disk.fits(domain) for disk in self._disks.all):
+        if horizon <= 0 or not any(self._takes(disk, domain) for disk in self._disks.all):
             return False
         most = sum(self._jobs.may_write(disk) for disk in self._disks.all) // domain.block_bytes
         all_live = all(disk.live for disk in self._disks.all)
@@ -173,6 +173,10 @@ class Writing:
 
     # --- both ---
 
+    def _takes(self, disk: Disk, domain: Domain) -> bool:
+        """Whether blocks of a domain can be stored on a disk, and may be."""
+        return disk.fits(domain) and self._core.disks.policy.may_write(domain.tenant)
+
     def _write(self, domain: Domain, entries: Entries, *, head_first: bool) -> bool:
         """Has READY blocks that no disk has written, each once and from the first on, as far as the queues
         have room. `head_first`: their sequence begins with the first one; else with the last one. Returns
@@ -180,7 +184,7 @@ class Writing:
         everything = True
         hashes = self._host.table.hashes(entries)
         for disk, own in self._disks.by_disk(hashes):
-            if not disk.fits(domain):
+            if not self._takes(disk, domain):
                 continue
             may = self._jobs.may_write(disk) // domain.block_bytes
             if may == 0 and disk.live and not disk.counts[DiskJobKind.WRITE]:

@@ -1,7 +1,7 @@
 """A disk's slab file: opening it safely, locking it, making it, reading and writing its pages.
 
-It is one file, `kvtier.slab`, in the pool's format 1. Only the disk's worker uses it, because every call may
-take as long as the disk does.
+It is one file, `kvtier.slab`, in the pool's format 1, or 2 if it is encrypted. Only the disk's worker uses
+it, because every call may take as long as the disk does.
 """
 
 import ctypes
@@ -21,6 +21,8 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.memory import pool_file
 from kvtierd.memory.errors import Naming, PoolError
+from kvtierd.tiers.disk import key_table as key_tables
+from kvtierd.tiers.disk.key_table import KeyTable
 
 SLAB_NAME = "kvtier.slab"
 
@@ -97,26 +99,32 @@ class Slab:
             os.close(fd)
             raise io_refusal(path, "reading its header", error) from error
 
-    def reason_to_remake(self) -> str:
-        """Why the contents of the file cannot be kept, in words for the log; empty if they can. Raises
-        Refusal if the header cannot be read."""
+    def reason_to_remake(self, *, encrypted: bool = False) -> str:
+        """Why the contents of the file cannot be kept, in words for the log; empty if they can. `encrypted`:
+        they are to be encrypted. Raises Refusal if the header cannot be read."""
         try:
             found, length = pool_file.read_header(self.fd, NAMING), os.fstat(self.fd).st_size
         except OSError as error:
             raise io_refusal(self.path, "reading its header", error) from error
         size_bytes, extent_bytes = pool_file.file_bytes(self.geometry), self.geometry.extent_bytes
-        return pool_file.reason_to_remake(found, length, size_bytes, extent_bytes, NAMING) or ""
+        why = pool_file.reason_to_remake(found, length, size_bytes, extent_bytes, NAMING, encrypted=encrypted)
+        return why or ""
 
     def header(self) -> bytes:
         """The part of the header that does not change from boot to boot. Raises OSError."""
         return os.pread(self.fd, HEADER_BYTES, 0)
 
+    def key_table(self) -> KeyTable | None:
+        """The key table of a slab that is encrypted; None if there is none that can be believed. Raises
+        OSError."""
+        return key_tables.unpack(os.pread(self.fd, key_tables.BYTES_MAX, key_tables.OFFSET))
+
     # --- making it ---
 
-    def make(self, header_page: bytes, step: Callable[[], None]) -> bool:
-        """Makes the file a new slab with this header and no extent in use. `step()` is called after each
-        change. Returns False if the file system cannot preallocate, so that the disk may get full later, and
-        writes fail.
+    def make(self, header_page: bytes, step: Callable[[], None], key_table: bytes = b"") -> bool:
+        """Makes the file a new slab with this header and no extent in use; one that is encrypted has a key
+        table, of whole pages. `step()` is called after each change. Returns False if the file system cannot
+        preallocate, so that the disk may get full later, and writes fail.
 
         If this is killed at any point, the file can be recognised as unfinished. Raises Refusal if there is
         no room: nothing has changed if that could be known in advance; otherwise the file is empty, or gone
@@ -132,6 +140,9 @@ class Slab:
             preallocated = _fallocate(self.fd, length)
             os.ftruncate(self.fd, length)
             step()
+            if key_table:
+                self.write(memoryview(key_table), key_tables.OFFSET)
+                step()
             self.write(memoryview(header_page), 0)
             step()
         except OSError as error:

@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, choices=range(1, IO_THREADS_MAX + 1), default=2)
     parser.add_argument("--queue-depth", type=int, default=32, help="operations of each thread at once")
     parser.add_argument("--operation-deadline-s", type=float, required=True)
+    parser.add_argument("--encryption-keys", type=Path, help="the folder with the keys; without: in plain")
     first = parser.add_mutually_exclusive_group(required=True)
     first.add_argument("--load", action="store_true", help="fill the image from the slab, or make both anew")
     first.add_argument("--keep", dest="load", action="store_false", help="the image is the truth")
@@ -93,6 +94,7 @@ def _open(inherited: Inheritance) -> OpenDisk:
         load=arguments.load,
         status=inherited.status,
         faults=Faults(os.environ),
+        keys_folder=arguments.encryption_keys,
     )
 
 

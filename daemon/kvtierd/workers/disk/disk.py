@@ -1,6 +1,8 @@
 """Makes a disk ready: opens and locks its slab, fills or keeps the image, and makes what moves its data."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,9 @@ from kvtierd.workers.disk.faults import Faults
 from kvtierd.workers.disk.moving import Mover
 from kvtierd.workers.disk.persistence import DiskRecords
 from kvtierd.workers.log import logger
+
+if TYPE_CHECKING:
+    from kvtierd.workers.disk.encryption import Encryption
 
 _log = logger(__name__)
 
@@ -36,10 +41,17 @@ class OpenDisk:
         load: bool,
         status: StatusPage,
         faults: Faults,
+        keys_folder: Path | None = None,
     ) -> None:
         """With `load`, the image becomes what the file says, or both are made anew. Without it, the image is
-        the truth, and the file must be the one that belongs to it. Raises Refusal, which says what is wrong
-        and what to do."""
+        the truth, and the file must be the one that belongs to it. `keys_folder`: the slab is encrypted with
+        the keys there. Raises Refusal, which says what is wrong and what to do."""
+        self._encryption: Encryption | None = None
+        if keys_folder is not None:
+            # Only here, because a disk in plain needs no library for it.
+            from kvtierd.workers.disk import encryption
+
+            self._encryption = encryption.Encryption(keys_folder)
         self._image = image
         self._status = status
         self._faults = faults
@@ -64,9 +76,12 @@ class OpenDisk:
         """One mover for each thread. Raises Refusal if the kernel has no room for so many operations."""
         host = PoolRecords(pool)
         fd = self.slab.fd if self._direct_fd is None else self._direct_fd
+        make: Callable[..., Mover] = Mover
+        if self._encryption is not None:
+            make = self._encryption.maker(self._disk)
         try:
             return [
-                Mover(
+                make(
                     path=self.slab.path,
                     geometry=self.slab.geometry,
                     direct_fd=fd,
@@ -87,11 +102,16 @@ class OpenDisk:
             raise refuse("disk.queue_depth", depth, message) from error
 
     def _load(self) -> ExtentHeaders:
-        self.cold_reason = self.slab.reason_to_remake()
+        encryption, geometry = self._encryption, self.slab.geometry
+        encrypted = encryption is not None
+        self.cold_reason = self.slab.reason_to_remake(encrypted=encrypted)
+        if encryption is not None and not self.cold_reason:
+            self.cold_reason = encryption.why_cold(self.slab)
         if self.cold_reason:
-            geometry = self.slab.geometry
-            format_pool(self._image, geometry.extent_bytes, geometry.extents, config_digest(geometry))
-            if not self.slab.make(bytes(self._image[:PAGE_BYTES]), self._faults.step):
+            digest = config_digest(geometry)
+            format_pool(self._image, geometry.extent_bytes, geometry.extents, digest, encrypted=encrypted)
+            table = b"" if encryption is None else encryption.new_table()
+            if not self.slab.make(bytes(self._image[:PAGE_BYTES]), self._faults.step, table):
                 self._warn_sparse()
             return ExtentHeaders()
         if not self.slab.allocate():
@@ -99,10 +119,14 @@ class OpenDisk:
         headers = load(self.slab, self._image)
         for extent, error in headers.errors.items():
             _log.warning("part of a slab cannot be read, and is given up", extent=extent, error=str(error))
+        if encryption is not None:
+            lost = encryption.forget_unreadable(self.slab, PoolRecords(self._image), self._image.data)
+            if lost:
+                _log.warning("blocks whose keys are gone, or others now, are given up", slots=lost)
         return headers
 
     def _keep(self) -> ExtentHeaders:
-        found = self.slab.reason_to_remake()
+        found = self.slab.reason_to_remake(encrypted=self._encryption is not None)
         if not found and self.slab.header() != bytes(self._image[:HEADER_BYTES]):
             found = "its header is not the one that this daemon began with"
         if found:
@@ -111,6 +135,8 @@ class OpenDisk:
                 self.slab.path.parent,
                 f"slab {self.slab.path} was changed by somebody else: {found}. Restart the daemon",
             )
+        if self._encryption is not None:
+            self._encryption.require_same(self.slab)
         return self.slab.extent_headers()
 
     def _warn_sparse(self) -> None:

@@ -114,21 +114,21 @@ class Mover:
     # --- the three kinds ---
 
     def _write(self, job: SlotJob, rows: Rows) -> None:
-        rows = self._keep(job, rows, self._disk.match(*_pair(job, rows, self._host)))
+        rows = self._keep(job, rows, self._disk.match(*pair(job, rows, self._host)))
         rows = self._persist(job, rows)
-        rows = self._write_data(job, rows)
+        rows = self._write_data(job, rows, self._pool, job.host_slots[rows])
         # If the host's block is still there, its bytes are what was written, because a slot's generation
         # changes before its bytes do. Its checksum is taken over, and compared with what is read back.
-        rows = self._keep(job, rows, self._disk.adopt(*_pair(job, rows, self._host)))
+        rows = self._keep(job, rows, self._disk.adopt(*pair(job, rows, self._host)))
         self._disk.commit(job.disk_slots[rows], job.clocks[rows])
         self._persist(job, rows)
 
     def _read(self, job: SlotJob, rows: Rows) -> None:
-        matching = self._host.match(*_pair(job, rows, self._disk)) == 1
+        matching = self._host.match(*pair(job, rows, self._disk)) == 1
         self._blame(job, rows[~matching])
         rows = rows[matching]
         rows, sums = self._read_data(job, rows, self._pool, job.host_slots[rows])
-        verdicts = self._host.accept(*_pair(job, rows, self._disk), sums)
+        verdicts = self._host.accept(*pair(job, rows, self._disk), sums)
         job.corrupt.append(rows[verdicts == 2])
         self._blame(job, rows[verdicts == 0])
 
@@ -136,7 +136,7 @@ class Mover:
         expected, good = self._disk.data_sums(job.disk_slots[rows], job.disk_generations[rows])
         self._blame(job, rows[good == 0])
         rows, expected = rows[good == 1], expected[good == 1]
-        sizes = _in_pages(self._disk.data_bytes(job.disk_slots[rows]))
+        sizes = in_pages(self._disk.data_bytes(job.disk_slots[rows]))
         places = (np.cumsum(sizes) - sizes) // PAGE_BYTES
         read, sums = self._read_data(job, rows, self._memory(int(sizes.sum())), places)
         wrong = read[sums != expected[np.searchsorted(rows, read)]]
@@ -174,26 +174,35 @@ class Mover:
         job.busy_ns += time.monotonic_ns() - began_ns
         return self._without(job, rows, errors, "writing the records of")
 
-    def _write_data(self, job: SlotJob, rows: Rows) -> Rows:
-        """Writes the rows' data from the pool to the disk. Returns the rows for which that worked."""
+    def _write_data(
+        self, job: SlotJob, rows: Rows, memory: Bytes, pages: npt.NDArray[np.unsignedinteger]
+    ) -> Rows:
+        """Writes the rows' data from these pages of `memory` to the disk. Returns the rows for which that
+        worked."""
         if not len(rows):
             return rows
-        pages = job.host_slots[rows].astype(np.uint64) * PAGE_BYTES
+        places = pages.astype(np.uint64) * PAGE_BYTES
         offsets, data_bytes = self._on_disk(job, rows)
         with self._moving(job, offsets, data_bytes):
             if code := self._faults.strike("write"):
                 errors = np.full(len(rows), code, np.int32)
             else:
-                errors = self._io.write(self._pool, pages, offsets, _in_pages(data_bytes))
+                errors = self._io.write(memory, places, offsets, in_pages(data_bytes))
         self._faults.step()
-        job.moved_bytes += int(_in_pages(data_bytes)[errors == 0].sum())
+        job.moved_bytes += int(in_pages(data_bytes)[errors == 0].sum())
         return self._without(job, rows, errors, "writing to")
 
     def _read_data(
-        self, job: SlotJob, rows: Rows, memory: Bytes, pages: npt.NDArray[np.unsignedinteger]
+        self,
+        job: SlotJob,
+        rows: Rows,
+        memory: Bytes,
+        pages: npt.NDArray[np.unsignedinteger],
+        *,
+        to_sum: bool = True,
     ) -> tuple[Rows, U64]:
         """Reads the rows' data from the disk into these pages of `memory`. Returns the rows for which that
-        worked, and their checksums."""
+        worked, and, with `to_sum`, their checksums."""
         sums = np.zeros(len(rows), np.uint64)
         if not len(rows):
             return rows, sums
@@ -203,8 +212,9 @@ class Mover:
                 errors = np.full(len(rows), code, np.int32)
             else:
                 places = pages.astype(np.uint64) * PAGE_BYTES
-                errors, sums = self._io.read(memory, places, offsets, _in_pages(data_bytes), data_bytes)
-        job.moved_bytes += int(_in_pages(data_bytes)[errors == 0].sum())
+                summed = data_bytes if to_sum else np.zeros_like(data_bytes)
+                errors, sums = self._io.read(memory, places, offsets, in_pages(data_bytes), summed)
+        job.moved_bytes += int(in_pages(data_bytes)[errors == 0].sum())
         return self._without(job, rows, errors, "reading from"), sums[errors == 0]
 
     def _on_disk(self, job: SlotJob, rows: Rows) -> tuple[U64, U64]:
@@ -219,7 +229,7 @@ class Mover:
         began_ns = time.monotonic_ns()
         with waiting(self._status, self._word):
             yield
-            self._drop_cached(offsets, _in_pages(data_bytes))
+            self._drop_cached(offsets, in_pages(data_bytes))
         job.busy_ns += time.monotonic_ns() - began_ns
 
     def _without(self, job: SlotJob, rows: Rows, errors: npt.NDArray[np.int32], doing: str) -> Rows:
@@ -246,7 +256,7 @@ class Mover:
         return self._buffer
 
 
-def _pair(job: SlotJob, rows: Rows, source: PoolRecords) -> tuple[U32, U64, PoolRecords, U32, U64]:
+def pair(job: SlotJob, rows: Rows, source: PoolRecords) -> tuple[U32, U64, PoolRecords, U32, U64]:
     """The arguments of `match`, `adopt` and `accept` for the records on the other side."""
     disk = job.disk_slots[rows], job.disk_generations[rows]
     host = job.host_slots[rows], job.host_generations[rows]
@@ -254,7 +264,7 @@ def _pair(job: SlotJob, rows: Rows, source: PoolRecords) -> tuple[U32, U64, Pool
     return (*disk, source, *host) if job.kind is DiskJobKind.WRITE else (*host, source, *disk)
 
 
-def _in_pages(sizes: U64) -> U64:
+def in_pages(sizes: U64) -> U64:
     """Sizes rounded up to whole pages, in bytes; at least one page."""
     pages: U64 = np.maximum(-(-sizes.astype(np.int64) // PAGE_BYTES), 1).astype(np.uint64) * PAGE_BYTES
     return pages

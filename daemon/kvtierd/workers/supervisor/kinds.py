@@ -48,6 +48,8 @@ class DiskOptions:
     queue_depth: int
     deadline_s: float
     """How long the disk may do nothing of what a thread waits for."""
+    encryption_keys: Path | None = None
+    """The folder with the keys of an encrypted slab; None for one in plain."""
 
     @property
     def device(self) -> str:
@@ -62,6 +64,7 @@ def disk_device(number: int) -> str:
 def disk_worker(disk: DiskOptions, *, first: bool, handshake_deadline_s: float) -> WorkerKind:
     """A disk's worker. The `first` one of a boot fills the image from the file, and later ones leave the
     image as it is."""
+    keys = {} if disk.encryption_keys is None else {"--encryption-keys": disk.encryption_keys}
     return WorkerKind(
         title="disk worker",
         module="kvtierd.workers.disk",
@@ -74,6 +77,7 @@ def disk_worker(disk: DiskOptions, *, first: bool, handshake_deadline_s: float) 
             "--threads": disk.threads,
             "--queue-depth": disk.queue_depth,
             "--operation-deadline-s": disk.deadline_s,
+            **keys,
             "--load" if first else "--keep": None,
         },
         handshake_deadline_s=handshake_deadline_s,
