@@ -79,8 +79,8 @@ def _is_usable(python: Path, minor: int) -> bool:
 
 def build(out: Path, interpreters: Iterable[Path]) -> list[Path]:
     """Makes the sdist and the wheels, checks them, and returns them, the sdist first. Bills of materials lie
-    beside them. Afterwards `out` has nothing else of kvtier. Raises CalledProcessError, and leaves `out` as it
-    was, if a step fails."""
+    beside them. Afterwards `out` has nothing else of kvtier. Raises CalledProcessError, and leaves `out` as
+    it was, if a step fails."""
     with tempfile.TemporaryDirectory(prefix="kvtier-wheels-") as scratch:
         made, raw = Path(scratch, "made"), Path(scratch, "raw")
         pins = Path(scratch, "pins.txt")
