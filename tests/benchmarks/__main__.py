@@ -33,6 +33,7 @@ BENCHMARKS = {
     "overhead": "a real vLLM that never hits: processor time of a step with kvtier, against without",
     "engine": "time to first token of a real vLLM: without a cache, with its own, kvtier, or LMCache below",
     "neighbours": "a tenant's calls alone, and beside another user that does its worst",
+    "held_by_others": "whether the time of a lookup tells of blocks that another tenant has",
     "transfers": "store to commit and load, end to end, through a real daemon",
 }
 

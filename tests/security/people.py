@@ -12,6 +12,7 @@ from typing import Any
 from tests.integration.daemon.raw import RawSession
 from tests.support.process import DEADLINE_S
 
+REPO = Path(__file__).resolve().parents[2]
 GROUP = "daemon"
 """A group that every system has; the daemon's sockets are for its members."""
 GID = grp.getgrnam(GROUP).gr_gid
@@ -43,13 +44,26 @@ def session(uid: int, socket: Path, **options: Any) -> RawSession:
         return RawSession(socket, **options)
 
 
-def run_as(uid: int, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a Python program as this user."""
-    wrap = ["setpriv", f"--reuid={uid}", f"--regid={uid}", f"--groups={GID}"]
+def becoming(uid: int, gid: int | None = None, groups: Sequence[int] = (GID,)) -> list[str]:
+    """Words before a command: it is run by this user, with a group of the same number unless given."""
+    others = f"--groups={','.join(map(str, groups))}" if groups else "--clear-groups"
+    return ["setpriv", f"--reuid={uid}", f"--regid={uid if gid is None else gid}", others]
+
+
+def run_as(
+    uid: int,
+    command: Sequence[str],
+    *,
+    gid: int | None = None,
+    groups: Sequence[int] = (GID,),
+    inside: Sequence[str] = (),
+    python: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program as this user. `inside`: words that put it into namespaces of its own."""
     return subprocess.run(
-        [*wrap, sys.executable, *command],
+        [*becoming(uid, gid, groups), *inside, str(python or sys.executable), *command],
         cwd="/",
-        env=os.environ | {"KVTIER_CONFIG": ""},
+        env=os.environ | {"KVTIER_CONFIG": "", "PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -57,6 +71,8 @@ def run_as(uid: int, command: Sequence[str]) -> subprocess.CompletedProcess[str]
     )
 
 
-def kvtierctl(uid: int, socket: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def kvtierctl(
+    uid: int, socket: Path, name: str, *arguments: str, inside: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """An operator's command, given by this user."""
-    return run_as(uid, ["-m", "kvtierd.ctl", name, f"--socket={socket}", *arguments])
+    return run_as(uid, ["-m", "kvtierd.ctl", name, f"--socket={socket}", *arguments], inside=inside)

@@ -607,6 +607,7 @@ class StatusResponse(google.protobuf.message.Message):
     DISKS_FIELD_NUMBER: builtins.int
     HELD_BLOCKS_FIELD_NUMBER: builtins.int
     HELD_BYTES_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
     version: builtins.str
     boot_nonce: builtins.int
     pid: builtins.int
@@ -635,6 +636,10 @@ class StatusResponse(google.protobuf.message.Message):
     def integrity(self) -> global___IntegrityStatus: ...
     @property
     def disks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DiskStatus]: ...
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantStatus]:
+        """An operator is told of all tenants, everybody else of their own."""
+
     def __init__(
         self,
         *,
@@ -657,11 +662,86 @@ class StatusResponse(google.protobuf.message.Message):
         disks: collections.abc.Iterable[global___DiskStatus] | None = ...,
         held_blocks: builtins.int = ...,
         held_bytes: builtins.int = ...,
+        tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "integrity", b"integrity", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "socket", b"socket", "state", b"state", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "socket", b"socket", "state", b"state", "tenants", b"tenants", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
 
 global___StatusResponse = StatusResponse
+
+@typing.final
+class TenantStatus(google.protobuf.message.Message):
+    """What one tenant has, and has done since the daemon started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: builtins.int
+    HOST_BYTES_FIELD_NUMBER: builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: builtins.int
+    DISK_BYTES_FIELD_NUMBER: builtins.int
+    LEASED_BYTES_FIELD_NUMBER: builtins.int
+    GUARANTEED_FRACTION_FIELD_NUMBER: builtins.int
+    MOST_FRACTION_FIELD_NUMBER: builtins.int
+    INSTANCES_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    LOOKUP_HASHES_FIELD_NUMBER: builtins.int
+    LOOKUP_HITS_FIELD_NUMBER: builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    LOADED_BLOCKS_FIELD_NUMBER: builtins.int
+    LOADED_BYTES_FIELD_NUMBER: builtins.int
+    EVICTED_BLOCKS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """As in NamespaceStatus. "tag:" and eight digits for a tenant that has only blocks of an earlier daemon: its name is
+    known once one of its engines attaches.
+    """
+    host_blocks: builtins.int
+    host_bytes: builtins.int
+    """Bytes of the pool that its blocks take, including what is lost where slots do not fill their extents."""
+    disk_blocks: builtins.int
+    """The same, on all disks together."""
+    disk_bytes: builtins.int
+    leased_bytes: builtins.int
+    """Bytes of the blocks that its leases and loads hold. What two of its engines hold counts twice."""
+    guaranteed_fraction: builtins.float
+    """The fraction of each tier that is guaranteed to it now, and the fraction that it may have."""
+    most_fraction: builtins.float
+    instances: builtins.int
+    sessions: builtins.int
+    lookup_hashes: builtins.int
+    """As in Counters."""
+    lookup_hits: builtins.int
+    stored_blocks: builtins.int
+    stored_bytes: builtins.int
+    loaded_blocks: builtins.int
+    loaded_bytes: builtins.int
+    evicted_blocks: builtins.int
+    """Its blocks that the host dropped, for whomever it needed the room."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        host_blocks: builtins.int = ...,
+        host_bytes: builtins.int = ...,
+        disk_blocks: builtins.int = ...,
+        disk_bytes: builtins.int = ...,
+        leased_bytes: builtins.int = ...,
+        guaranteed_fraction: builtins.float = ...,
+        most_fraction: builtins.float = ...,
+        instances: builtins.int = ...,
+        sessions: builtins.int = ...,
+        lookup_hashes: builtins.int = ...,
+        lookup_hits: builtins.int = ...,
+        stored_blocks: builtins.int = ...,
+        stored_bytes: builtins.int = ...,
+        loaded_blocks: builtins.int = ...,
+        loaded_bytes: builtins.int = ...,
+        evicted_blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["disk_blocks", b"disk_blocks", "disk_bytes", b"disk_bytes", "evicted_blocks", b"evicted_blocks", "guaranteed_fraction", b"guaranteed_fraction", "host_blocks", b"host_blocks", "host_bytes", b"host_bytes", "instances", b"instances", "leased_bytes", b"leased_bytes", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "most_fraction", b"most_fraction", "sessions", b"sessions", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "tenant", b"tenant"]) -> None: ...
+
+global___TenantStatus = TenantStatus
 
 @typing.final
 class DiskStatus(google.protobuf.message.Message):

@@ -265,6 +265,14 @@ class MetricsConfig:
         "Where Prometheus metrics are served; port 0 picks a free one, off serves none. If nobody sets "
         "it, and the default port is taken, as by another user's daemon, a free one is used.",
     )
+    by_tenant: bool = s.setting(
+        False,
+        s.boolean,
+        "Whether metrics say what each tenant has and does (the metrics that begin with kvtier_tenant_). "
+        "Anybody who can reach metrics.listen can read them, as every user of the host can by default, so "
+        "switch this on only where that is no secret, or where a firewall lets nobody but Prometheus in. "
+        "kvtierctl status tells operators the same.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from kvtierd.core.maintenance.finding import find, space_of
 from kvtierd.core.maintenance.sampling import Sampler, expected_detection_s
 from kvtierd.core.state.core_state import Clock, CoreState, wrong_epoch
 from kvtierd.core.state.entities import GroupPlan, Instance
+from kvtierd.core.state.tenants_status import tenants_status
 from kvtierd.core.state.transitions import WorkerState
 from kvtierd.core.status import BlockCounts, CoreStatus, InstanceStatus, WorkerStatus
 from kvtierd.core.tier import NoTier, Tier
@@ -297,6 +298,7 @@ class Machine:
             counters=copy.copy(core.tally),
             draining=core.draining,
             disks=tuple(disk.status(self._clock()) for disk in core.disks.all),
+            tenants=tenants_status(core),
         )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvtierd.core.ids import DiskId, Epoch, NamespaceDigest, SessionId, WorkerId
+from kvtierd.core.ids import DiskId, Epoch, NamespaceDigest, SessionId, TenantTag, WorkerId
 from kvtierd.core.stimuli import CoreIntegrity, Owner
 
 
@@ -94,6 +94,20 @@ class Tally:
         """Blocks that did not match their checksum or record, however that was found."""
         on_host = self.corrupt_on_load + self.corrupt_after_restart + self.corrupt_in_sample
         return on_host + self.corrupt_on_disk
+
+
+@dataclass(slots=True)
+class TenantTally:
+    """Counters of one tenant since the start; they only grow. They mean what those of `Tally` mean."""
+
+    lookup_hashes: int = 0
+    lookup_hits: int = 0
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    evicted_blocks: int = 0
+    """Its blocks that the host dropped, for whomever it needed the room."""
 
 
 @dataclass(slots=True)
@@ -215,6 +229,33 @@ class DiskStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """What one tenant has, and has done."""
+
+    tag: TenantTag
+    name: str
+    """As in `Owner.tenant`. Empty if the tenant has only blocks of an earlier daemon, of which nothing but
+    the tag is known."""
+    host_blocks: int
+    host_bytes: int
+    """Bytes of the pool that its blocks take, including what is lost where slots do not fill their
+    extents."""
+    disk_blocks: int
+    disk_bytes: int
+    """The same, on all disks together."""
+    leased_bytes: int
+    """Bytes of the blocks that leases and loads hold. What two of its instances hold counts twice."""
+    guaranteed_fraction: float
+    """The fraction of each tier that is guaranteed to it now."""
+    most_fraction: float
+    """The fraction of each tier that it may have."""
+    instances: int
+    sessions: int
+    counters: TenantTally
+    """A copy."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoreStatus:
     """A picture of everything in the core at one time."""
 
@@ -246,3 +287,5 @@ class CoreStatus:
     """A copy."""
     draining: bool
     disks: tuple[DiskStatus, ...] = ()
+    tenants: tuple[TenantStatus, ...] = ()
+    """Those that are configured first, then the others in the order in which they came."""

@@ -9,6 +9,7 @@ from kvtier.v1.admin_pb2 import (
     NamespaceStatus,
     SessionStatus,
     StatusResponse,
+    TenantStatus,
     WorkerStatus,
 )
 from rich.console import Group, RenderableType
@@ -41,6 +42,19 @@ PROCESS: Mapping[str, Callable[[tuple[InstanceStatus, SessionStatus]], Renderabl
     "USER": lambda each: user_of(each[1].uid).name,
     "ATTACHED FOR": lambda each: duration(each[1].attached_s),
     "CLIENT": lambda each: each[1].client,
+}
+TENANT: Mapping[str, Callable[[TenantStatus], RenderableType]] = {
+    "TENANT": lambda each: each.tenant,
+    "IN MEMORY": lambda each: human_size(each.host_bytes),
+    "ON DISK": lambda each: human_size(each.disk_bytes),
+    "GUARANTEED": lambda each: f"{each.guaranteed_fraction:.0%}",
+    "AT MOST": lambda each: f"{each.most_fraction:.0%}",
+    "LEASED": lambda each: human_size(each.leased_bytes),
+    "ENGINES": lambda each: f"{each.instances:,}",
+    "STORED": lambda each: human_size(each.stored_bytes),
+    "LOADED": lambda each: human_size(each.loaded_bytes),
+    "HIT RATE": lambda each: f"{each.lookup_hits / each.lookup_hashes:.1%}" if each.lookup_hashes else "-",
+    "EVICTED": lambda each: f"{each.evicted_blocks:,}",
 }
 WORKER: Mapping[str, Callable[[WorkerStatus], RenderableType]] = {
     "WORKER": lambda each: each.device,

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvtierd.config.settings import human_size, size_and_parts
-from kvtierd.ctl.lists import DISK_PREFIX, WORKER, copy_workers, engines
+from kvtierd.ctl.lists import DISK_PREFIX, TENANT, WORKER, copy_workers, engines
 from kvtierd.ctl.terminal import bar, facts, indented, state, table
 from kvtierd.ctl.text import count, duration, scrub_line
 
@@ -34,6 +34,8 @@ def page(status: admin_pb2.StatusResponse) -> Group:
         parts.append(facts(title("Disk", disk.path, disk.state, disk.why), _disk(disk, worker)))
     parts.append(facts(title("Traffic", "since the start"), _traffic(status)))
     parts.append(_engines(status))
+    if status.tenants:
+        parts.append(Group(title("Tenants"), indented(table(TENANT, status.tenants))))
     parts.append(_workers(status))
     return Group(*(line for part in parts for line in (part, Text(""))))
 

@@ -1,7 +1,8 @@
 """Every metric of the daemon: its name, its labels, what it says, and what to look at it for.
 
-Label values are a closed set: states, reasons, directions; this host's devices and disks; and, for one
-metric, the engines attached. docs/metrics.md is made from this list by `python -m kvtierd.metrics`.
+Label values are a closed set: states, reasons, directions; this host's devices and disks; for one
+metric, the engines attached; and, where an operator has asked for them, 64 tenants. docs/metrics.md is made
+from this list by `python -m kvtierd.metrics`.
 """
 
 from dataclasses import dataclass
@@ -281,6 +282,67 @@ DECLARED = (
         "Whose GPU memory is held: `kvtierctl engines` says which engine has which number, as long as it is "
         "attached; the next engine takes the number of one that is gone.",
         labels=("engine",),
+    ),
+    _gauge(
+        "kvtier_tenant_bytes",
+        "Bytes of each tier that a tenant's blocks take. All metrics with the label `tenant` are there only "
+        "with metrics.by_tenant, for the first 64 tenants since the start; the others are summed as more.",
+        "Whose blocks fill the cache.",
+        labels=("tenant", "tier"),
+    ),
+    _gauge(
+        "kvtier_tenant_blocks",
+        "Blocks of a tenant.",
+        "As the bytes; blocks of two models are of different sizes.",
+        labels=("tenant", "tier"),
+    ),
+    _gauge(
+        "kvtier_tenant_guaranteed_fraction",
+        "The fraction of each tier that is guaranteed to a tenant now.",
+        "A tenant that takes less may need less; one that takes more loses it when others want it.",
+        labels=("tenant",),
+    ),
+    _gauge(
+        "kvtier_tenant_leased_bytes",
+        "Bytes of the blocks that a tenant's leases and loads hold.",
+        "Who keeps others' leases small.",
+        labels=("tenant",),
+    ),
+    _gauge(
+        "kvtier_tenant_sessions",
+        "Sessions of a tenant that are attached.",
+        "Who has engines here.",
+        labels=("tenant",),
+    ),
+    _counter(
+        "kvtier_tenant_lookup_hashes",
+        "Block hashes that a tenant's engines asked for.",
+        "The other half of its hit rate.",
+        labels=("tenant",),
+    ),
+    _counter(
+        "kvtier_tenant_lookup_hits",
+        "Block hashes that a tenant's engines asked for and that could be read.",
+        "Whom the cache serves well, and whom not: all others are misses.",
+        labels=("tenant",),
+    ),
+    _counter(
+        "kvtier_tenant_store_bytes",
+        "Bytes of blocks that a tenant has stored.",
+        "Who writes most.",
+        labels=("tenant",),
+    ),
+    _counter(
+        "kvtier_tenant_load_bytes",
+        "Bytes of blocks that a tenant has loaded.",
+        "Who gains most.",
+        labels=("tenant",),
+    ),
+    _counter(
+        "kvtier_tenant_evicted_blocks",
+        "Blocks of a tenant that the host dropped to make room, for itself or for others.",
+        "Whose part is too small (server.tenant_shares).",
+        labels=("tenant",),
     ),
     _gauge("kvtier_sessions", "Sessions attached.", "Near server.sessions_max: more are refused."),
     _gauge(

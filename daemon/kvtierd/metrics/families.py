@@ -1,6 +1,6 @@
 """Turns a snapshot of the cache into families of Prometheus metrics."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric
@@ -13,14 +13,15 @@ DISK_PREFIX = "disk-"
 """Begins the names of devices that are disks."""
 DISK_STATES = ("starting", "live", "off", "failing")
 INSTANCES_SHOWN_MAX = 64
+TENANTS_SHOWN_MAX = 64
 SIZES_SHOWN_MAX = 32
 """Slot sizes follow from engines' layouts, so there may be many. Those beyond this number are summed."""
 MORE = "more"
 """The label value of everything that is not shown one by one."""
 
 
-def families(snapshot: Snapshot, version: str) -> Iterator[Metric]:
-    """Yields every family that can be read from a snapshot."""
+def families(snapshot: Snapshot, version: str, *, by_tenant: bool = False) -> Iterator[Metric]:
+    """Yields every family that can be read from a snapshot; those with tenants' names only if asked."""
     sheet = Sheet()
     sheet.set("kvtier_build_info", 1, version)
     sheet.set("kvtier_uptime_seconds", snapshot.uptime_s)
@@ -30,6 +31,8 @@ def families(snapshot: Snapshot, version: str) -> Iterator[Metric]:
     _integrity(sheet, snapshot)
     _clients(sheet, snapshot)
     _workers(sheet, snapshot)
+    if by_tenant:
+        _tenants(sheet, snapshot)
     if snapshot.disks:
         _disks(sheet, snapshot)
         _promotion(sheet, snapshot)
@@ -136,6 +139,34 @@ def _clients(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_leases_expired", counters.expired_leases)
     sheet.set("kvtier_leases_refused", counters.refused_leases)
     sheet.set("kvtier_epochs_ended", counters.ended_epochs)
+
+
+def _tenants(sheet: Sheet, snapshot: Snapshot) -> None:
+    """Fills the families that say what each tenant has and does. The first ones keep their label while the
+    daemon runs; those that come later are summed."""
+    sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    tenants = snapshot.core.tenants
+    for index, each in enumerate(tenants):
+        name = (each.name or f"tag:{each.tag:08x}") if index < TENANTS_SHOWN_MAX else MORE
+        counters = each.counters
+        for metric, value, *labels in (
+            ("kvtier_tenant_bytes", each.host_bytes, TIER),
+            ("kvtier_tenant_blocks", each.host_blocks, TIER),
+            ("kvtier_tenant_guaranteed_fraction", each.guaranteed_fraction),
+            ("kvtier_tenant_leased_bytes", each.leased_bytes),
+            ("kvtier_tenant_sessions", each.sessions),
+            ("kvtier_tenant_lookup_hashes", counters.lookup_hashes),
+            ("kvtier_tenant_lookup_hits", counters.lookup_hits),
+            ("kvtier_tenant_store_bytes", counters.stored_bytes),
+            ("kvtier_tenant_load_bytes", counters.loaded_bytes),
+            ("kvtier_tenant_evicted_blocks", counters.evicted_blocks),
+        ):
+            sums[metric, name, *labels] += value
+        if snapshot.disks:
+            sums["kvtier_tenant_bytes", name, "disk"] += each.disk_bytes
+            sums["kvtier_tenant_blocks", name, "disk"] += each.disk_blocks
+    for (metric, *labels), value in sums.items():
+        sheet.set(metric, value, *labels)
 
 
 def _workers(sheet: Sheet, snapshot: Snapshot) -> None:

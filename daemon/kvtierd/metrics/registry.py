@@ -4,6 +4,7 @@ snapshot."""
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import Metric
@@ -25,16 +26,17 @@ RPCS = ("lookup", "touch", "prefetch", "store", "load", "release", "cancel", "he
 class Metrics:
     """All metrics of the daemon, in one registry."""
 
-    def __init__(self, registry: CollectorRegistry, version: str) -> None:
-        """Registers everything in `registry`. Label values are a closed set. From then on no metric of this
-        process has a `_created` series: nobody reads them, and they are as many as all others."""
+    def __init__(self, registry: CollectorRegistry, version: str, *, by_tenant: bool = False) -> None:
+        """Registers everything in `registry`, with `by_tenant` also what each tenant has and does. Label
+        values are a closed set. From then on no metric of this process has a `_created` series: nobody reads
+        them, and they are as many as all others."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry
         rpc_seconds = _histogram("kvtier_rpc_seconds", RPC_BUCKETS_S, registry)
         self._by_rpc = {rpc: rpc_seconds.labels(rpc) for rpc in RPCS}
         self.observe_lag = _histogram("kvtier_event_loop_lag_seconds", LAG_BUCKETS_S, registry).observe
         ProcessCollector(registry=registry)
-        self._version = version
+        self._families = partial(families, version=version, by_tenant=by_tenant)
 
     def observe_rpc(self, rpc: str, seconds: float) -> None:
         if (histogram := self._by_rpc.get(rpc)) is not None:
@@ -42,18 +44,21 @@ class Metrics:
 
     def watch(self, snapshot: Callable[[], Snapshot], loop: asyncio.AbstractEventLoop) -> None:
         """From now on a scrape shows `snapshot()`, which is called on `loop`."""
-        self.registry.register(_SnapshotCollector(snapshot, loop, self._version))
+        self.registry.register(_SnapshotCollector(snapshot, loop, self._families))
 
 
 class _SnapshotCollector(Collector):
     """Asks the event loop for a snapshot, and waits for it until a deadline."""
 
     def __init__(
-        self, snapshot: Callable[[], Snapshot], loop: asyncio.AbstractEventLoop, version: str
+        self,
+        snapshot: Callable[[], Snapshot],
+        loop: asyncio.AbstractEventLoop,
+        read: Callable[[Snapshot], Iterator[Metric]],
     ) -> None:
         self._snapshot = snapshot
         self._loop = loop
-        self._version = version
+        self._read = read
         self._last = snapshot()
         self._fresh = True
 
@@ -78,7 +83,7 @@ class _SnapshotCollector(Collector):
         sheet = Sheet()
         sheet.set("kvtier_snapshot_fresh", fresh)
         yield from sheet
-        yield from families(self._last, self._version)
+        yield from self._read(self._last)
 
 
 def _histogram(name: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:

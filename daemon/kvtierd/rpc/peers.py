@@ -64,12 +64,16 @@ class PeerRules:
         if uid not in (0, os.geteuid()) and self.gid not in groups:
             raise PermissionError(f"uid {uid} (pid {pid}) is neither this daemon's user nor in its group")
         tenant = tenant_of(self.tenants, uid, groups)
-        if uid == unnamed_uid() != os.geteuid() and tenant.startswith(UID_TENANT):
+        unnamed = uid == unnamed_uid()
+        if unnamed and tenant.startswith(UID_TENANT):
             raise PermissionError(
                 f"uid {uid} stands for every user of other user namespaces (pid {pid}): run kvtierd in the "
-                "host's user namespace, or give the engine's group a tenant (server.tenants)"
+                "host's user namespace, or give the engine's group a tenant (server.tenants); if it is "
+                "kvtierd's own user, run kvtierd as another one"
             )
-        operator = uid == os.geteuid() or any(each.include(uid, groups) for each in self.operators)
+        operator = not unnamed and (
+            uid == os.geteuid() or any(each.include(uid, groups) for each in self.operators)
+        )
         return PeerProcess(pid, uid, gid, pidfd_of(sock, pid), tenant, operator)
 
 

@@ -10,8 +10,9 @@ from kvtier.v1 import admin_pb2, types_pb2
 
 from kvtierd.cache import Cleared, Snapshot
 from kvtierd.config.reload import Reloaded
+from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.maintenance.explain import PlaceStatus
-from kvtierd.core.status import InstanceStatus
+from kvtierd.core.status import InstanceStatus, TenantStatus
 from kvtierd.rpc.authority import Viewer
 from kvtierd.rpc.explaining import fields_of
 from kvtierd.rpc.fitting import as_many_as_fit
@@ -33,8 +34,8 @@ class AboutDaemon:
 
 
 async def status_response(about: AboutDaemon, snapshot: Snapshot, viewer: Viewer) -> admin_pb2.StatusResponse:
-    """The snapshot, with those engines that `viewer` may see. Everything else is about the whole daemon. It
-    gives way to the event loop between two instances, whose settings may be many."""
+    """The snapshot, with those engines and tenants that `viewer` may see. Everything else is about the whole
+    daemon. It gives way to the event loop between two instances, whose settings may be many."""
     core, pool, integrity = snapshot.core, snapshot.pool, snapshot.core.integrity
     response = _message(
         admin_pb2.StatusResponse,
@@ -62,6 +63,7 @@ async def status_response(about: AboutDaemon, snapshot: Snapshot, viewer: Viewer
             found_in_sample=core.counters.corrupt_in_sample,
         ),
         instances=[],
+        tenants=[_tenant(each, viewer) for each in core.tenants if _sees(viewer, each)],
         workers=[_message(admin_pb2.WorkerStatus, worker) for worker in snapshot.workers],
         disks=[
             _message(admin_pb2.DiskStatus, disk, disk.core, disk.core.counters) for disk in snapshot.disks
@@ -103,6 +105,18 @@ def _instance(instance: InstanceStatus, snapshot: Snapshot) -> admin_pb2.Instanc
             for session in sessions
         ],
     )
+
+
+def _sees(viewer: Viewer, tenant: TenantStatus) -> bool:
+    """Whether a viewer may see this tenant. One whose name is not known is known by its tag."""
+    if tenant.name:
+        return viewer.sees(tenant.name)
+    return viewer.tenant is None or (viewer.tenant != "" and tag_of(viewer.tenant) == tenant.tag)
+
+
+def _tenant(tenant: TenantStatus, viewer: Viewer) -> admin_pb2.TenantStatus:
+    name = tenant.name or viewer.tenant or f"tag:{tenant.tag:08x}"
+    return _message(admin_pb2.TenantStatus, tenant, tenant.counters, tenant=name)
 
 
 def _settings(pairs: Iterable[tuple[str, str]]) -> list[types_pb2.Setting]:

@@ -270,7 +270,7 @@ class _Daemon:
         config = self._config
         limits = config.limits.to_core()
         clock = SteadyClock()
-        metrics = Metrics(CollectorRegistry(), version())
+        metrics = Metrics(CollectorRegistry(), version(), by_tenant=config.metrics.by_tenant)
         machine = Machine(
             _block_table(self._pool.geometry, len(self._pool.array)),
             clock,

@@ -4,7 +4,6 @@ import grp
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from kvtier.connection.side_socket import SideSocket
 from kvtier.errors import ConnectionLostError
 
 from tests.integration.daemon.conftest import Start
-from tests.support.process import DEADLINE_S
+from tests.security.people import run_as
 
 NOBODY = 65_534
 OTHERS_GROUP = 54_321
@@ -35,16 +34,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def as_nobody(command: Sequence[str], group: int = OTHERS_GROUP) -> subprocess.CompletedProcess[str]:
-    wrap = ["setpriv", f"--reuid={NOBODY}", f"--regid={group}", "--clear-groups"]
-    return subprocess.run(
-        [*wrap, sys.executable, *command],
-        cwd="/",
-        env=os.environ | {"KVTIER_CONFIG": ""},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    return run_as(NOBODY, command, gid=group, groups=())
 
 
 def told(path: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 from kvtierd.cache import DiskSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.snapshot import CopySnapshot, DeviceSnapshot, PoolSnapshot, WorkerSnapshot
-from kvtierd.core.ids import DiskId, Epoch, NamespaceDigest, SessionId, WorkerId
+from kvtierd.core.ids import DiskId, Epoch, NamespaceDigest, SessionId, TenantTag, WorkerId
 from kvtierd.core.status import (
     BlockCounts,
     CoreStatus,
@@ -11,6 +11,8 @@ from kvtierd.core.status import (
     InstanceStatus,
     SizeStatus,
     Tally,
+    TenantStatus,
+    TenantTally,
     WorkerStatus,
 )
 from kvtierd.core.stimuli import CoreIntegrity, Owner
@@ -94,6 +96,30 @@ def busy_snapshot() -> Snapshot:
         workers=(
             WorkerStatus(WorkerId(1), "cpu", False, 1, 6, 3 << 20),
             WorkerStatus(WorkerId(2), GPU, False, 1, 7, 5 << 20),
+        ),
+        tenants=(
+            TenantStatus(
+                tag=TenantTag(7),
+                name="uid:1000",
+                host_blocks=50,
+                host_bytes=6 << 20,
+                disk_blocks=51,
+                disk_bytes=5 << 20,
+                leased_bytes=18 << 12,
+                guaranteed_fraction=0.5,
+                most_fraction=1.0,
+                instances=1,
+                sessions=1,
+                counters=TenantTally(
+                    lookup_hashes=300,
+                    lookup_hits=99,
+                    stored_blocks=20,
+                    stored_bytes=21 << 10,
+                    loaded_blocks=22,
+                    loaded_bytes=23 << 10,
+                    evicted_blocks=24,
+                ),
+            ),
         ),
         counters=Tally(
             audits=9,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from kvtierd.cache import Snapshot
 from kvtierd.config.settings import ConfigError
+from kvtierd.core.ids import TenantTag
 from kvtierd.metrics import DECLARED, Metrics, MetricsServer, families
 from kvtierd.metrics.declared import as_markdown
 from prometheus_client import CollectorRegistry
@@ -16,11 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.operation.snapshots import BROKEN_GPU, GPU, IDLE_GPU, busy_snapshot
 
+OBSERVED = {"kvtier_snapshot_fresh", "kvtier_event_loop_lag_seconds", "kvtier_rpc_seconds"}
+"""Those that are not read from a snapshot."""
+
 
 def samples(snapshot: Snapshot) -> dict[str, float]:
     """Every sample of a snapshot, by its name and labels."""
     found = {}
-    for family in families(snapshot, "1.2"):
+    for family in families(snapshot, "1.2", by_tenant=True):
         for sample in family.samples:
             labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
             found[f"{sample.name}{{{labels}}}"] = sample.value
@@ -137,6 +141,18 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_copy_bytes_total{direction=store}", 51),
         ("kvtier_copy_seconds_total{direction=load}", 0.62),
         ("kvtier_parts_total{direction=store,outcome=failed}", 1),
+        ("kvtier_tenant_bytes{tenant=uid:1000,tier=host}", 6 << 20),
+        ("kvtier_tenant_bytes{tenant=uid:1000,tier=disk}", 5 << 20),
+        ("kvtier_tenant_blocks{tenant=uid:1000,tier=host}", 50),
+        ("kvtier_tenant_blocks{tenant=uid:1000,tier=disk}", 51),
+        ("kvtier_tenant_guaranteed_fraction{tenant=uid:1000}", 0.5),
+        ("kvtier_tenant_leased_bytes{tenant=uid:1000}", 18 << 12),
+        ("kvtier_tenant_sessions{tenant=uid:1000}", 1),
+        ("kvtier_tenant_lookup_hashes_total{tenant=uid:1000}", 300),
+        ("kvtier_tenant_lookup_hits_total{tenant=uid:1000}", 99),
+        ("kvtier_tenant_store_bytes_total{tenant=uid:1000}", 21 << 10),
+        ("kvtier_tenant_load_bytes_total{tenant=uid:1000}", 23 << 10),
+        ("kvtier_tenant_evicted_blocks_total{tenant=uid:1000}", 24),
     ],
 )
 def test_every_figure_has_its_name(sample: str, value: float) -> None:
@@ -151,7 +167,7 @@ def test_hits_and_misses_come_to_what_was_asked_for() -> None:
 
 def test_every_metric_is_declared_and_every_declared_one_is_there() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics(registry, "1.2")
+    metrics = Metrics(registry, "1.2", by_tenant=True)
     loop = asyncio.new_event_loop()
     metrics.watch(busy_snapshot, loop)
     loop.close()
@@ -197,6 +213,33 @@ def test_engines_and_sizes_are_summed_where_they_are_too_many() -> None:
     assert len(slots) == 33 * 3
     assert slots["kvtier_slots{slot_bytes=409600,state=free}"] == size.free, "those with most extents"
     assert slots["kvtier_slots{slot_bytes=more,state=free}"] == 68 * size.free
+
+
+def test_tenants_are_named_only_if_that_is_wanted() -> None:
+    names = {family.name for family in families(busy_snapshot(), "1.2")}
+    assert not [name for name in names if "tenant" in name]
+    assert names == {declared.name for declared in DECLARED if "tenant" not in declared.name} - OBSERVED
+
+
+def test_tenants_are_summed_where_they_are_too_many_and_no_counter_goes_back() -> None:
+    snapshot = busy_snapshot()
+    [tenant] = snapshot.core.tenants
+
+    def of(count: int) -> dict[str, float]:
+        tenants = tuple(
+            dataclasses.replace(tenant, tag=TenantTag(number), name=f"uid:{number}" if number != 5 else "")
+            for number in range(count)
+        )
+        core = dataclasses.replace(snapshot.core, tenants=tenants)
+        found = samples(dataclasses.replace(snapshot, core=core))
+        return {name: value for name, value in found.items() if "tenant" in name}
+
+    few, many = of(70), of(200)
+    assert set(few) == set(many)
+    assert len(many) == 65 * 12
+    assert many["kvtier_tenant_blocks{tenant=more,tier=host}"] == 136 * 50
+    assert many["kvtier_tenant_blocks{tenant=tag:00000005,tier=host}"] == 50
+    assert all(many[name] >= value for name, value in few.items())
 
 
 def test_two_epochs_of_one_engine_are_one_series() -> None:

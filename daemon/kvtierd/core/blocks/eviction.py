@@ -49,6 +49,7 @@ class Eviction:
         self._table = blocks.table
         self._slots = blocks.slots
         self._tally = tally
+        self._by_tenant = None if isinstance(tally, DiskTally) else tenants.tallies
         self._not_before = np.zeros(blocks.geometry.extents, np.uint32)
         """When each extent may be looked at again."""
         self._held_not_before = np.zeros(blocks.geometry.extents, np.uint32)
@@ -200,16 +201,18 @@ class Eviction:
         victims = self._victims(domain, wanted)
         if len(victims) == 0:
             return False
-        self._count(victims)
+        self._count(domain, victims)
         self._blocks.evict(domain, victims)
         if domain.blocks == 0:
             self._blocks.domains.forget_idle(domain)
         return True
 
-    def _count(self, entries: Entries) -> None:
-        """Counts entries that are about to be evicted."""
+    def _count(self, domain: Domain, entries: Entries) -> None:
+        """Counts entries of a domain that are about to be evicted."""
         ages = self._blocks.now - self._blocks.used_at[entries].astype(np.int64)
         self._tally.evicted_blocks += len(entries)
+        if self._by_tenant is not None:
+            self._by_tenant.of(domain.tenant).evicted_blocks += len(entries)
         self._tally.evicted_age_s += int(ages.sum()) / STAMPS_PER_S
 
     # --- extents of other sizes ---
@@ -255,7 +258,7 @@ class Eviction:
         if table.pins(entries).any():
             return False
         for domain, each in chosen:
-            self._count(each)
+            self._count(domain, each)
             self._blocks.evict(domain, each)
             if domain.blocks == 0:
                 self._blocks.domains.forget_idle(domain)

@@ -108,6 +108,10 @@ class LeaseBudget:
             room = _threshold(room, self._held_bytes[own.tenant])
         return min(free, _threshold(room, own.bytes))
 
+    def held_bytes(self, tenant: TenantTag) -> int:
+        """What all instances of a tenant hold. What two of them hold counts twice."""
+        return self._held_bytes[tenant]
+
     def costs(self, entries: Entries) -> npt.NDArray[np.bool_]:
         """Which of these blocks nobody holds yet. Holding the others costs nothing."""
         costs: npt.NDArray[np.bool_] = self.all.counts.of(entries) == 0

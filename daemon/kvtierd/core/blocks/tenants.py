@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from kvtierd.core.blocks.domains import Domain, Domains
 from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.blocks.tenant_tallies import TenantTallies
 from kvtierd.core.ids import TenantTag
+from kvtierd.core.status import TenantTally
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,9 @@ class Tenants:
         self._here: Counter[TenantTag] = Counter()
         self._left = 1.0 - sum(share.least for share in shares.values())
         """What nobody in particular was promised."""
+        self.tallies = TenantTallies()
+        for tenant in shares:
+            self.tallies.name(tag_of(tenant), tenant)
 
     @property
     def reserved(self) -> Iterator[tuple[TenantTag, float]]:
@@ -43,9 +48,10 @@ class Tenants:
         """Whether engines of more than one tenant are attached."""
         return len(self._here) > 1
 
-    def come(self, tenant: TenantTag) -> None:
-        """An instance of this tenant begins."""
+    def come(self, tenant: TenantTag, name: str) -> TenantTally:
+        """An instance of this tenant begins. Returns the tenant's tally."""
         self._here[tenant] += 1
+        return self.tallies.name(tenant, name)
 
     def go(self, tenant: TenantTag) -> None:
         """Undoes a `come`."""

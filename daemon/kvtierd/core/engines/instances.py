@@ -72,9 +72,9 @@ class Instances:
                 model=stimulus.model,
                 alive_at_s=core.now_s,
                 held=core.lease_budget.new_holder(tag),
+                tally=core.tenants.come(tag, stimulus.owner.tenant),
             )
             core.names[instance.owner, instance.name] = core.instances[instance.epoch] = instance
-            core.tenants.come(tag)
         session = Session(
             session=stimulus.session,
             instance=instance,
@@ -271,6 +271,7 @@ class Instances:
             tally.lookups += stimulus.index_lookups
             tally.index_lookups += stimulus.index_lookups
             tally.lookup_hashes += stimulus.index_hashes
+            session.instance.tally.lookup_hashes += stimulus.index_hashes
             absent = min(stimulus.index_lookups, stimulus.index_hashes)  # the first of each prefix
             tally.missed_absent += absent
             tally.missed_beyond += stimulus.index_hashes - absent

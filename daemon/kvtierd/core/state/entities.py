@@ -13,6 +13,7 @@ from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.lease_budget import HeldBlocks
 from kvtierd.core.errors import Refusal
 from kvtierd.core.state import transitions
+from kvtierd.core.status import TenantTally
 from kvtierd.core.stimuli import NO_RETENTION, GroupGeometry, Owner, RetentionRequest
 
 DISK_DEVICE_PREFIX = "disk-"
@@ -126,6 +127,8 @@ class Instance(transitions.Entity):
     """When its scheduler last made itself heard."""
     held: HeldBlocks
     """Blocks that its leases and its running loads hold."""
+    tally: TenantTally
+    """That of its tenant."""
     sessions: dict[ids.SessionId, Session] = field(default_factory=dict)
     prefill_tokens_per_s: float = 0.0
     """How fast it computes a prompt; 0 if that is not known."""

@@ -157,8 +157,9 @@ class Fencing:
             blocks.commit(domain, good, slots)
         self._tier.stored(plan, good)
         self._core.retention.stored(domain, good, transfer)
-        self._core.tally.stored_blocks += len(good)
-        self._core.tally.stored_bytes += len(good) * domain.block_bytes
+        for tally in (self._core.tally, transfer.instance.tally):
+            tally.stored_blocks += len(good)
+            tally.stored_bytes += len(good) * domain.block_bytes
         if transfer.positions is None and transfer.failed is None:
             succeeded = np.ones(transfer.keys, np.uint8)
         else:
@@ -195,8 +196,9 @@ class Fencing:
             blocks.sound(sound)
         blocks.unpin(domain, entries)
         self._core.lease_budget.remove(transfer.instance.held, domain, entries)
-        self._core.tally.loaded_blocks += len(good)
-        self._core.tally.loaded_bytes += len(good) * domain.block_bytes
+        for tally in (self._core.tally, transfer.instance.tally):
+            tally.loaded_blocks += len(good)
+            tally.loaded_bytes += len(good) * domain.block_bytes
         if transfer.failed is None:
             return np.ones(transfer.keys, np.uint8)
         return (~transfer.failed).astype(np.uint8)

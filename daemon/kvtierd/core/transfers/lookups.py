@@ -40,13 +40,13 @@ class Lookups:
         instance.alive_at_s = core.now_s
         core.tally.lookups += 1
         if not asks:  # everything is a miss, because a hit would lead to a load, which is refused
-            self._count_unanswered(queries)
+            self._count_unanswered(instance, queries)
             return _nothing(queries)
         tokens = self._find(asks)
         if tokens and instance.prefill_tokens_per_s:
             wanted = [(ask.plan, len(ask.found)) for ask in asks]
             if self._tier.load_loses(instance, wanted, tokens):
-                return self._recomputed(asks, tokens)
+                return self._recomputed(instance, asks, tokens)
         leased, refused = tokens, None
         if stimulus.lease and tokens:
             leased, refused = self._lease(instance, asks, tokens)
@@ -60,7 +60,7 @@ class Lookups:
             self._tell(instance, asks, tokens, host_only=stimulus.host_only)
         else:
             self._tell_of_cut(asks, tokens, leased)
-        self._count(asks, tokens, leased)
+        self._count(instance, asks, tokens, leased)
         return _reply(asks, tokens, leased, refused)
 
     def prefetch(self, stimulus: PrefetchBlocks) -> LookupReply:
@@ -210,36 +210,39 @@ class Lookups:
 
     # --- what is counted ---
 
-    def _count_unanswered(self, queries: Sequence[BlockQuery]) -> None:
+    def _count_unanswered(self, instance: Instance, queries: Sequence[BlockQuery]) -> None:
         tally = self._core.tally
         hashes = sum(len(query.hashes) for query in queries)
         tally.lookup_hashes += hashes
+        instance.tally.lookup_hashes += hashes
         if self._core.draining:
             tally.missed_draining += hashes
         else:
             tally.missed_not_ready += hashes
 
-    def _recomputed(self, asks: Sequence[Ask], tokens: int) -> LookupReply:
+    def _recomputed(self, instance: Instance, asks: Sequence[Ask], tokens: int) -> LookupReply:
         """The reply when computing what was found is faster than loading it: nothing is a hit."""
         reply, tally = _nothing([ask.query for ask in asks]), self._core.tally
         for ask, group in zip(asks, reply.groups, strict=True):
             ask.told = group.states
             tally.recompute_blocks += len(ask.found)
-        before = tally.lookup_hits
-        self._count(asks, tokens, tokens)
+        before, own_before = tally.lookup_hits, instance.tally.lookup_hits
+        self._count(instance, asks, tokens, tokens)
         tally.missed_recompute += tally.lookup_hits - before
-        tally.lookup_hits = before
+        tally.lookup_hits, instance.tally.lookup_hits = before, own_before
         return reply
 
-    def _count(self, asks: Sequence[Ask], tokens: int, leased: int) -> None:
+    def _count(self, instance: Instance, asks: Sequence[Ask], tokens: int, leased: int) -> None:
         """Counts the hits and misses of a lookup, by what the reply says. Blocks that a window does not need
         do not count as asked for."""
-        tally = self._core.tally
+        tally, own = self._core.tally, instance.tally
         for ask in asks:
             first, hits = ask.needed(leased)
             readable = tokens // ask.block_tokens
             tally.lookup_hashes += ask.blocks - first
             tally.lookup_hits += hits - first
+            own.lookup_hashes += ask.blocks - first
+            own.lookup_hits += hits - first
             tally.missed_lease_limit += readable - hits
             misses = ask.blocks - readable
             if not misses:
