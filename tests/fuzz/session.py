@@ -110,7 +110,7 @@ def _libfuzzer(name: str, options: list[str], folders: list[Path], seconds: int)
     command = [
         *(sys.executable, "-m", "tests.fuzz.child", name),
         *(f"-timeout={INPUT_DEADLINE_S}", f"-rss_limit_mb={MEMORY_MIB}", f"-max_len={load(name).bytes_max}"),
-        *("-print_final_stats=1", "-detect_leaks=0", *options, *map(str, folders)),
+        *("-print_final_stats=1", "-detect_leaks=0", "-len_control=0", *options, *map(str, folders)),
     ]
     done = subprocess.run(
         command,
