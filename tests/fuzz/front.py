@@ -16,7 +16,7 @@ from kvtier_kernels import BlockTable, PoolRecords, SharedWords, format_pool
 from kvtierd.cache import Cache
 from kvtierd.core.actions import CheckSlots, Direction, PostPart
 from kvtierd.core.blocks.slots import PoolGeometry
-from kvtierd.core.errors import Refusal
+from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PAGE_BYTES, PartId, RegistrationId, SessionId, TenantTag, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import (
@@ -154,7 +154,7 @@ class FuzzedWorkers:
             self.map_memory_by(self.sessions[session], registration, fd, message)
         for group in message.groups:
             sizes = SimpleNamespace(slot_bytes=sum(group.fragment_bytes), planes=len(group.fragment_bytes))
-            self.sessions[session].plans.setdefault((registration, group.group), sizes)  # type: ignore[arg-type]
+            self.sessions[session].plans.setdefault((registration, group.group), sizes)
 
     async def add_chunks(
         self, worker: WorkerId, session: SessionId, fds: Sequence[int], sizes: Sequence[int]
@@ -232,7 +232,7 @@ class Front:
 
     def check_empty(self) -> None:
         """Every session is over, and nothing is left of any: no lease, no transfer, no slot being written."""
-        self.connections.end_all(Refusal(orders.Reason.DRAINING, "the end"))
+        self.connections.end_all(Refusal(Reason.DRAINING, "the end"))
         self.check()
         core = self.machine.core
         assert not self.workers.posted

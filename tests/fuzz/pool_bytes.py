@@ -65,7 +65,9 @@ def sample() -> Sample:
     free = [_slots(records, 0), _slots(records, 1)]
     assert tuple(map(len, free)) == SLOTS
     store = itertools.count(1)
-    for number, (extent, world, again) in enumerate([(0, 1, 1), (0, 1, 2), (0, 2, 1), (1, 1, 1), (0, 2, 2)] * 2):
+    for number, (extent, world, again) in enumerate(
+        [(0, 1, 1), (0, 1, 2), (0, 2, 1), (1, 1, 1), (0, 2, 2)] * 2
+    ):
         space, block = bytes([1 + world + number % 2]) * 16, bytes([number]) * 32
         hashes = np.frombuffer(block, np.uint8).reshape(1, 32)
         data = [random.bytes(1000 + 100 * shard + number) for shard in range(world)]
@@ -126,7 +128,7 @@ def change(pool: Bytes, source: Source) -> bool:
 
 def _word(pool: Bytes, at: int, source: Source) -> None:
     """Sets 8 bytes: to a number, to one near what is there, or to those of another place."""
-    (old,) = struct.unpack_from("<Q", pool, at)
+    (old,) = struct.unpack_from("<Q", pool.data, at)
     kind = source.below(4)
     if kind == 0:
         value = source.hostile()
@@ -158,7 +160,7 @@ def _record(pool: Bytes, source: Source) -> bool:
             _word(pool, at + 8 * source.below(16), source)
     if not source.flag():
         return False
-    (word,) = struct.unpack_from("<Q", pool, at)
+    (word,) = struct.unpack_from("<Q", pool.data, at)
     covered = pool[at + 8 : at + 104].tobytes() + struct.pack("<Q", word >> 24)
     struct.pack_into("<Q", pool.data, at + 104, xxh3_64(covered))
     return True

@@ -22,6 +22,8 @@ class Target:
     """Raises for an input that breaks a promise: AssertionError, or whatever the product lets through."""
     modules: tuple[str, ...]
     """The Python modules whose coverage counts."""
+    guides: tuple[Callable[..., object], ...] = ()
+    """Functions of the target itself that guide the fuzzer, where what is fuzzed is native."""
     seeds: tuple[bytes, ...] = (b"",)
     """Inputs to begin with if there is no corpus."""
     bytes_max: int = 512

@@ -135,6 +135,11 @@ def _end(machine: Machine, session: SessionId) -> None:
 assert PAGE_BYTES == 4096
 TARGET = Target(
     run,
-    ("kvtierd.rpc.hello", "kvtierd.rpc.heartbeats", "kvtierd.core.engines.hello", "kvtierd.core.engines.instances"),
+    (
+        "kvtierd.rpc.hello",
+        "kvtierd.rpc.heartbeats",
+        "kvtierd.core.engines.hello",
+        "kvtierd.core.engines.instances",
+    ),
     bytes_max=400,
 )

@@ -1,4 +1,5 @@
-"""Messages to workers, whose numbers come from clients, with words that a client may overwrite at any time."""
+"""Messages to workers, whose numbers come from clients, with words that a client may overwrite at any
+time."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from tests.fuzz.messages import edited
 from tests.fuzz.pool_bytes import MIB
 from tests.fuzz.source import Source
 from tests.fuzz.target import Target
-from tests.fuzz.targets.side import _memfd
 from tests.fuzz.targets.hello import check_refusal
+from tests.fuzz.targets.side import _memfd
 
 STEPS_MAX = 24
 DOORBELLS, PARTS = 2, 4

@@ -1,5 +1,5 @@
-"""Memory that another process writes: the words page, which a client may overwrite with anything, and the index
-page, which a client reads while it changes."""
+"""Memory that another process writes: the words page, which a client may overwrite with anything, and the
+index page, which a client reads while it changes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def _index(source: Source) -> None:
     page, changed, is_read = bytearray(_page()), False, True
     for _ in range(source.below(8)):
         field = source.flag()
-        at = 8 * (source.below(8) if field else HEADER_BYTES // 8 + source.below((len(page) - HEADER_BYTES) // 8))
+        at = 8 * (
+            source.below(8) if field else HEADER_BYTES // 8 + source.below((len(page) - HEADER_BYTES) // 8)
+        )
         value = source.choice((source.hostile(), source.choice(BORDERS) & U64, 0))
         page[at : at + 8] = value.to_bytes(8, "little")
         changed = True
@@ -154,4 +156,6 @@ def run(data: bytes) -> None:
         _index(source)
 
 
-TARGET = Target(run, ("kvtier.session.index",), seeds=(b"\0", b"\1"), bytes_max=300)
+TARGET = Target(
+    run, ("kvtier.session.index", __name__), guides=(_words, _index), seeds=(b"\0", b"\1"), bytes_max=300
+)

@@ -1,9 +1,10 @@
-"""Where a client says that its planes lie: what the front accepts by unbounded arithmetic, the worker's native
-plans must accept as well, and nothing outside of these planes may ever be touched."""
+"""Where a client says that its planes lie: what the front accepts by unbounded arithmetic, the worker's
+native plans must accept as well, and nothing outside of these planes may ever be touched."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 from collections.abc import Sequence
 
@@ -168,7 +169,7 @@ def _check_copies(group: wire.MappedGroup, mapping_bytes: int, source: Source) -
             for begin, size in _fragments(group, block):
                 expected[PAGE_BYTES + begin : PAGE_BYTES + begin + size] = pool[at : at + size]
                 at += size
-    # Planes may lie over each other, which is the engine's affair; then it is only known where nothing landed.
+    # Planes may lie over each other, which is the engine's affair. It is then known where nothing landed.
     touched = _touched(group, ids, len(around))
     assert (around[~touched] == expected[~touched]).all(), "a load wrote outside of its blocks"
     if _apart(group):
@@ -212,7 +213,7 @@ def _apart(group: wire.MappedGroup) -> bool:
     """Whether no two planes take the same bytes, as far as their spans tell."""
     planes = zip(group.base_offsets, group.block_strides, group.fragment_bytes, strict=True)
     spans = sorted((base, base + (group.num_blocks - 1) * stride + size) for base, stride, size in planes)
-    return all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+    return all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
 def _check_device(group: wire.MappedGroup, ranges: Sequence[tuple[int, int]], source: Source) -> None:

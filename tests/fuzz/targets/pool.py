@@ -59,6 +59,11 @@ def run(data: bytes) -> None:
 
 TARGET = Target(
     run,
-    ("kvtierd.memory.recovery", "kvtierd.memory.host_pool", "kvtierd.memory.writers", "kvtierd.memory.replacing"),
+    (
+        "kvtierd.memory.recovery",
+        "kvtierd.memory.host_pool",
+        "kvtierd.memory.writers",
+        "kvtierd.memory.replacing",
+    ),
     bytes_max=400,
 )

@@ -1,10 +1,9 @@
-"""A side connection: any packets, with any descriptors. What the front takes, the worker takes as well, and no
-descriptor is left open."""
+"""A side connection: any packets, with any descriptors. What the front takes, the worker takes as well, and
+no descriptor is left open."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import errno
 import fcntl
 import functools
@@ -69,7 +68,6 @@ def _descriptors() -> Sequence[int]:
         os.eventfd(0),
         *(each.detach() for each in socket.socketpair()),
     ]
-    atexit.register(lambda: [os.close(fd) for fd in dict.fromkeys(fds)])
     return fds
 
 

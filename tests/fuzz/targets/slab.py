@@ -60,16 +60,15 @@ def run(data: bytes) -> None:
     cut = source.hostile() % (POOL_BYTES + 1) if source.one_in(8) else POOL_BYTES
     _write(slab.fd, pool, cut)
     reason = slab.reason_to_remake()
-    if cut != POOL_BYTES:
-        assert reason, "a slab that was cut is kept"
-        if source.flag():
+    if cut == POOL_BYTES:
+        if reason:
             return
+    else:
+        assert reason, "a slab that was cut is kept"
         # It may also be cut later, while the worker reads it: `load` then finds extents that cannot be read.
-        reason = pool_file.reason_to_remake(
-            pool_file.read_header(slab.fd), POOL_BYTES, POOL_BYTES, MIB
-        )
-    if reason:
-        return
+        header = pool_file.read_header(slab.fd)
+        if pool_file.reason_to_remake(header, POOL_BYTES, POOL_BYTES, MIB):
+            return
     try:
         load(slab, image._array)
     except Refusal as refusal:

@@ -101,12 +101,11 @@ class _Call:
         return cache_pb2.AttachRequest(id=1, hello=message)
 
     async def _register(self) -> None:
-        """The rank's words and memory. An edited Hello may hold no rank; then there is nothing to register."""
+        """The rank's words and memory. An edited Hello may hold no rank, and then registers nothing."""
         if not self._connection.groups:
             return
         session = SessionId(self._connection.id)
         _, pidfd = await self._front.cache.mappings.register_words(session, CPU, -1, 2, WORDS)
-
 
         os.close(pidfd)
         groups = [
@@ -208,7 +207,10 @@ def run(data: bytes) -> None:
 TARGET = Target(
     run,
     (
-        *(f"kvtierd.rpc.{name}" for name in ("stream", "calls", "queries", "replies", "batches", "heartbeats")),
+        *(
+            f"kvtierd.rpc.{name}"
+            for name in ("stream", "calls", "queries", "replies", "batches", "heartbeats")
+        ),
         *(f"kvtierd.core.transfers.{name}" for name in ("transfers", "leases", "lookups", "fencing")),
     ),
     bytes_max=600,
