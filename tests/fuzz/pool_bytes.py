@@ -224,3 +224,7 @@ def take_over(found: Recovered, check: Callable[[Machine], None]) -> None:
     machine = Machine(BlockTable(256, POOL_BYTES // PAGE_BYTES), lambda: 0.0, CoreLimits(), GEOMETRY)
     machine.handle(found)
     check(machine)
+
+
+GUIDES = (change, _word, _record, _writer)
+"""What guides the fuzzer beside the code of the product, of which the part that reads pools is native."""

@@ -13,7 +13,7 @@ import numpy as np
 from kvtierd.memory import pool_file
 from kvtierd.memory.host_pool import HostPool
 
-from tests.fuzz.pool_bytes import GEOMETRY, MIB, POOL_BYTES, change, check_found, sample, take_over
+from tests.fuzz.pool_bytes import GEOMETRY, GUIDES, MIB, POOL_BYTES, change, check_found, sample, take_over
 from tests.fuzz.source import Source
 from tests.fuzz.target import Target
 from tests.oracles.invariants import validate
@@ -60,10 +60,12 @@ def run(data: bytes) -> None:
 TARGET = Target(
     run,
     (
+        "tests.fuzz.pool_bytes",
         "kvtierd.memory.recovery",
         "kvtierd.memory.host_pool",
         "kvtierd.memory.writers",
         "kvtierd.memory.replacing",
     ),
+    guides=GUIDES,
     bytes_max=400,
 )

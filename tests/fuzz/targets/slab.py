@@ -22,6 +22,7 @@ from kvtierd.tiers.disk.slab import Slab, load
 
 from tests.fuzz.pool_bytes import (
     GEOMETRY,
+    GUIDES,
     MIB,
     POOL_BYTES,
     change,
@@ -104,6 +105,12 @@ def _take_over(found: Recovered) -> None:
 
 TARGET = Target(
     run,
-    ("kvtierd.tiers.disk.slab", "kvtierd.tiers.disk.image", "kvtierd.memory.recovery"),
+    (
+        "kvtierd.tiers.disk.slab",
+        "kvtierd.tiers.disk.image",
+        "tests.fuzz.pool_bytes",
+        "kvtierd.memory.recovery",
+    ),
+    guides=GUIDES,
     bytes_max=400,
 )
