@@ -63,6 +63,7 @@ class Outcome:
         file = f"tests/fuzz/crashes/{self.name}/NAME"
         return (
             f"{text}Keep the input, which then is a test, and run it:\n"
+            f"  mkdir -p tests/fuzz/crashes/{self.name}\n"
             f"  echo {encoded} | base64 -d > {file}\n"
             f"  .venv/bin/python -m tests.fuzz run {self.name} {file}"
         )
