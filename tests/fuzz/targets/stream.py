@@ -1,7 +1,8 @@
-"""A session's stream: any requests, in any order, while copies end in any way and time passes."""
+"""Streams of one or two engines: any requests, in any order, while copies end in any way and time passes."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from typing import Any
@@ -36,14 +37,15 @@ REQUESTS = (
 class _Call:
     """As much of a gRPC call as the stream uses: the client is the input."""
 
-    def __init__(self, front: Front, connection: Connection, source: Source) -> None:
+    def __init__(self, front: Front, connection: Connection, source: Source, leases: list[int]) -> None:
+        """`leases`: those of all engines, which each may try to use."""
         self._front = front
         self._connection = connection
         self._source = source
         self._steps = 0
         self._ids = 0
         self._tickets = 0
-        self._leases: list[int] = []
+        self._leases = leases
         self.has_ended = False
 
     async def read(self) -> Any:
@@ -89,6 +91,7 @@ class _Call:
     def _hello(self) -> cache_pb2.AttachRequest:
         message = hello()
         message.token = self._connection.token
+        message.instance = f"engine {self._connection.id}"
         for group in message.groups:
             del group.planes[1:]
             group.planes[0].fragment_bytes = FRAGMENT_BYTES
@@ -191,14 +194,17 @@ def run(data: bytes) -> None:
     source = Source(data)
 
     async def main() -> None:
-        front = Front()
-        connection = front.connections.open(front.peer())
-        call: Any = _Call(front, connection, source)
+        front, leases = Front(), list[int]()
         calls = Calls(front.cache, LIMITS, lambda: front.now_s)
-        stream = AttachStream(
-            front.connections, calls, front.cache.handle, SETTINGS, lambda body, took_s: None, call
-        )
-        await stream.run()
+        streams = []
+        for _ in range(2 if source.one_in(4) else 1):
+            call: Any = _Call(front, front.connections.open(front.peer()), source, leases)
+            streams.append(
+                AttachStream(
+                    front.connections, calls, front.cache.handle, SETTINGS, lambda body, took_s: None, call
+                )
+            )
+        await asyncio.gather(*(stream.run() for stream in streams))
         front.check_empty()
 
     run_stepped(main)
