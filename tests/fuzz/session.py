@@ -89,7 +89,7 @@ def fuzz(
             folder.mkdir()
             options = [f"-max_total_time={seconds}", f"-seed={seed}", f"-artifact_prefix={folder}/"]
             jobs.append((name, options, [corpus_of(name), CORPUS / name]))
-        outputs = _libfuzzer(jobs, len(names) * seconds)
+        outputs = _libfuzzer(jobs, len(names) * seconds, Path(made))
         return [_outcome(name, seed, outputs.get(name, ""), crashes[name]) for name in names]
 
 
@@ -107,8 +107,11 @@ def _outcome(name: str, seed: int, output: str, crashes: Path) -> Outcome:
     )
 
 
-def _libfuzzer(jobs: Sequence[tuple[str, list[str], list[Path]]], seconds: int) -> dict[str, str]:
-    """Runs libFuzzer for each target with these options and folders. Returns what it printed for each."""
+def _libfuzzer(
+    jobs: Sequence[tuple[str, list[str], list[Path]]], seconds: int, temporary: Path
+) -> dict[str, str]:
+    """Runs libFuzzer for each target with these options and folders. Returns what it printed for each.
+    Targets may leave files in `temporary`, as libFuzzer ends them at once."""
     arguments = []
     for name, options, folders in jobs:
         for folder in folders:
@@ -119,7 +122,7 @@ def _libfuzzer(jobs: Sequence[tuple[str, list[str], list[Path]]], seconds: int) 
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz.child", json.dumps(arguments)],
         cwd=REPO,
-        env=os.environ | {"PYTHONPATH": str(REPO)},
+        env=os.environ | {"PYTHONPATH": str(REPO), "TMPDIR": str(temporary)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

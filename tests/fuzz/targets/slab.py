@@ -40,7 +40,7 @@ BOOT_NONCE = 11
 
 @functools.cache
 def _slab() -> Slab:
-    folder = Path(tempfile.mkdtemp(prefix="kvtier-fuzz-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-fuzz-"))
     atexit.register(shutil.rmtree, folder)
     slab = Slab.open(folder, POOL_BYTES, MIB, create=True)
     assert slab.geometry == GEOMETRY
