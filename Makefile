@@ -65,7 +65,7 @@ test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
 test-workload: setup ## more than 10,000 random requests on real engines in trouble, several models and seeds (12 minutes)
 	@$(PY) -m tools.check workload
 
-test-security: setup-light ## attacks by users of one host, hostile input, quotas; as root, or those with two users are left out
+test-security: setup-light ## attacks by users of one host, hostile input, quotas, fuzzing; as root, or those with two users are left out
 	@$(PY) -m tools.check security
 
 test-audits: setup ## 3,000 audits of real engines of every family that runs here: no false alarm (15 minutes)

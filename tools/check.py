@@ -10,6 +10,7 @@ Every stage runs even if an earlier one failed, within a deadline. Its whole out
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, replace
 
@@ -223,6 +224,18 @@ SECURITY = pytest_stage(
 )
 
 
+_FUZZED_S = int(os.environ.get("KVTIER_FUZZ_SECONDS", "120"))
+FUZZ = pytest_stage(
+    "tests-fuzz",
+    "not gpu",
+    "Coverage-guided fuzzing of what clients and files may say breaks nothing (KVTIER_FUZZ_SECONDS for each "
+    f"target: {_FUZZED_S}).",
+    deadline_s=1_200 + 10 * _FUZZED_S,
+    folders=("tests/fuzz",),
+    environment={"KVTIER_FUZZ_SECONDS": str(_FUZZED_S)},
+)
+
+
 def full_steps() -> list[Stage | Beside]:
     """Returns everything that needs no GPU, no other host and no root."""
     # The long forms of these files run as stages of their own.
@@ -241,7 +254,7 @@ FORMS: dict[str, list[Stage | Beside]] = {
     "vllm": [engines(EACH), parallel_engines(EACH)],
     "autostart": [AUTOSTART],
     "audits": [AUDITS],
-    "security": [SECURITY],
+    "security": [SECURITY, FUZZ],
     "workload": [WORKLOAD],
     "fake-gpu": [fake_gpu(EACH), engines(EACH, only="vllm and fake_gpu and not gpu")],
 }

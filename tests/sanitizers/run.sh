@@ -33,7 +33,7 @@ run_address() {
     local packages; packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "[sanitizers] address and undefined behaviour: kernel tests, and slot records over garbage"
     watched() {
-        PYTHONPATH="$site:$packages:$PWD:$PWD/daemon" PYTHONDONTWRITEBYTECODE=1 PYTHONMALLOC=malloc \
+        PYTHONPATH="$site:$packages:$PWD:$PWD/daemon:$PWD/clients" PYTHONDONTWRITEBYTECODE=1 PYTHONMALLOC=malloc \
         ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
         LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)" \
             timeout 900 "$python" -S "$@"
@@ -41,6 +41,8 @@ run_address() {
     watched -c "import kvtier_kernels._native as n; assert n.__file__.startswith('$site'), n.__file__"
     watched -m pytest -q -p no:cacheprovider --timeout 600 tests/unit/kernels \
         tests/unit/memory/test_pool_records.py tests/unit/memory/test_recovery.py
+    echo "[sanitizers] address and undefined behaviour: the inputs that the fuzzer has found"
+    watched -m pytest -q -p no:cacheprovider --timeout 600 tests/fuzz -k kept
 }
 
 run_thread() {

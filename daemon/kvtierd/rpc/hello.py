@@ -286,7 +286,8 @@ def _check_text(
     """`shown`: the text goes into logs and onto terminals, where control characters do harm."""
     if required and not value:
         raise Refusal(reason, "must not be empty", field=field)
-    if len(value.encode()) > TEXT_BYTES_MAX:
-        raise Refusal(reason, f"at most {TEXT_BYTES_MAX} bytes", field=field, value=value)
+    if (size := len(value.encode())) > TEXT_BYTES_MAX:
+        # Its length and not the text, which may be a salt.
+        raise Refusal(reason, f"at most {TEXT_BYTES_MAX} bytes", field=field, value=f"{size} bytes")
     if shown and not value.isprintable():
         raise Refusal(reason, "only printable characters", field=field, value=ascii(value))

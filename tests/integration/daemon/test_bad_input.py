@@ -138,6 +138,16 @@ class TestOnTheStream:
         found = other.lookup(hashes(2), lease=True)
         assert (found.answers[0].hits, found.lease_id) == (0, 0)
 
+    def test_a_salt_that_is_too_long_is_not_told(self, connect: Connect) -> None:
+        other = connect()
+        namespace = other.hello().namespace
+        namespace.salt = "hush" * 300
+        with pytest.raises(Refused) as refused:
+            other.ready(instance="other", namespace=namespace)
+        assert refused.value.reason == "NAMESPACE_INVALID"
+        assert "hush" not in str(refused.value.error)
+        assert "1200 bytes" in str(refused.value.error)
+
     def test_another_layout_finds_nothing(self, session: RawSession, connect: Connect) -> None:
         session.store(hashes(2), [0, 1])
         other = connect(fragments=(8192, 4096)).ready(instance="other")

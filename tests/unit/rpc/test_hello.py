@@ -122,6 +122,15 @@ def test_one_wrong_field_is_refused(field: str, value: object, reason: Reason) -
         assert refusal.value.field == field
 
 
+def test_a_salt_that_is_too_long_is_not_told() -> None:
+    message = hello()
+    message.namespace.salt = "secret" * 200
+    with pytest.raises(Refusal) as refusal:
+        greeting_of(message, SessionId(1), PEER)
+    assert (refusal.value.field, refusal.value.value) == ("namespace.salt", "1200 bytes")
+    assert "secret" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("rate", [0.0, -0.0, 1e-3, 25_000.0, 1e9])
 def test_a_prefill_rate_goes_to_the_core(rate: float) -> None:
     message = hello()
