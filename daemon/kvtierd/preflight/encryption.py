@@ -31,9 +31,10 @@ def check_keys(situation: Situation) -> Iterator[Finding]:
         found = "there are keys for disks, and no disk"
         yield Finding(NAME, Verdict.WARNING, found, "name folders in disk.paths", FIELD, disk.encryption_keys)
         return
-    own = f"{len(keys.own)} tenants with keys of their own"
-    others = "the others share one" if keys.default else "blocks of the others are not written"
-    yield Finding(NAME, Verdict.OK, f"AES-256-GCM, {own}, {others}")
+    own = f"{len(keys.own)} tenant{'' if len(keys.own) == 1 else 's'} with a key of their own, "
+    others = "one key for the others" if keys.default else "blocks of the others are not written"
+    told = f"{own}{others}" if keys.own else "one key for all tenants"
+    yield Finding(NAME, Verdict.OK, f"AES-256-GCM, {told}")
 
 
 def has_library() -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from kvtierd.core.actions import AssignExtent, FreeSlots, OpenSlots, PostDiskJob
+from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.disk import writing
-from kvtierd.core.stimuli import CoreDisks, Drain, PartOutcome, Reconfigure, Tick, WriteMode
+from kvtierd.core.stimuli import CoreDisks, Drain, Owner, PartOutcome, Reconfigure, Tick, WriteMode
 
 from tests.unit.core.disk import SLAB, WRITE, DiskHost, flagged
 from tests.unit.core.host import Host, Instance, keys
@@ -170,6 +171,24 @@ class TestThrough:
         ticks(host, 1.0)
         assert host.of(PostDiskJob) == []
         assert host.of(AssignExtent) == []
+
+    @pytest.mark.parametrize("mode", WriteMode)
+    def test_blocks_of_a_tenant_without_a_key_stay_on_the_host(
+        self, make_disk_host: Make, mode: WriteMode
+    ) -> None:
+        keyed = frozenset([tag_of("keyed")])
+        host = make_disk_host(mode=mode, policy={"tenants": keyed})
+        one = host.instance("without", owner=Owner("without", 1000))
+        one.stored(1, 2)
+        one.lookup(1, 2)
+        one.fill_pool(100)
+        ticks(host, 1.0)
+        host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH)))
+        ticks(host, 1.0)
+        assert host.disk.jobs == []
+        other = host.instance("with", owner=Owner("keyed", 1001))
+        other.stored(1, 2)
+        assert sum(len(job.disk_slots) for job in host.disk.jobs) == 2, "the other's are written"
 
 
 class TestWhatIsBeingWrittenGoesLast:

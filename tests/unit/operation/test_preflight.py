@@ -84,6 +84,57 @@ def somebody_else() -> Iterator[None]:
         os.seteuid(0)
 
 
+class TestEncryption:
+    @pytest.fixture
+    def keys(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "keys"
+        folder.mkdir(mode=0o700)
+        (folder / "default").write_text("0f" * 32)
+        (folder / "default").chmod(0o400)
+        return folder
+
+    def encrypted(self, config: Config, keys: Path | None, *paths: Path) -> Finding:
+        disk = DiskConfig(paths=paths, size=16 * MIB, encryption_keys=keys)
+        return findings(dataclasses.replace(config, disk=disk))["disk encryption"]
+
+    def test_it_says_whether_disks_are_encrypted(self, config: Config, tmp_path: Path, keys: Path) -> None:
+        off = self.encrypted(config, None, tmp_path)
+        assert (off.verdict, off.found) == (Verdict.OK, "off: disks hold blocks as they are")
+        on = self.encrypted(config, keys, tmp_path)
+        assert on.verdict is Verdict.OK
+        assert "AES-256-GCM" in on.found
+        assert self.encrypted(config, keys).verdict is Verdict.WARNING, "there is no disk"
+
+    def test_keys_that_cannot_be_used_are_a_failure_with_a_remedy(
+        self, config: Config, tmp_path: Path, keys: Path
+    ) -> None:
+        keys.chmod(0o750)
+        found = self.encrypted(config, keys, tmp_path)
+        assert (found.verdict, found.field, found.value) == (
+            Verdict.FAILURE,
+            "disk.encryption_keys",
+            keys,
+        )
+        assert f"chmod 700 {keys}" in found.remedy
+        assert NotReadyError([found], {}).status == 78
+
+    def test_without_the_library_it_says_how_to_get_it(
+        self, config: Config, tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvtierd.preflight.encryption.import_module", missing)
+        disk = DiskConfig(paths=(tmp_path,), size=16 * MIB, encryption_keys=keys)
+        [found] = [
+            each
+            for each in examine(Loaded(dataclasses.replace(config, disk=disk), GIVEN, None), may_run=True)
+            if each.verdict is Verdict.FAILURE
+        ]
+        assert "pip install 'cryptography>=47'" in found.remedy
+
+
+def missing(name: str) -> None:
+    raise ImportError(name)
+
+
 class TestHost:
     def test_a_host_that_will_do_has_no_failure(self, config: Config) -> None:
         found = findings(config)
