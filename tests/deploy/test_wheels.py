@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import hashlib
 import json
 import platform
 import re
@@ -116,6 +117,16 @@ def test_there_is_a_wheel_for_every_python_at_hand_and_they_say_the_same(release
     assert version is not None
     assert {metadata(each)["Version"] for each in made} == {version[1]}
     assert sdist.name == f"kvtier-{version[1]}.tar.gz"
+
+
+def test_each_wheel_and_the_image_have_a_bill_of_materials(release: list[Path]) -> None:
+    folder = release[0].parent
+    wheels_made = [each for each in release if each.suffix == ".whl"]
+    bills = {path.name: json.loads(path.read_text()) for path in folder.glob("*.cdx.json")}
+    assert set(bills) == {f"{each.name}.cdx.json" for each in wheels_made} | {"kvtier-image.cdx.json"}
+    for wheel in wheels_made:
+        [digest] = bills[f"{wheel.name}.cdx.json"]["metadata"]["component"]["hashes"]
+        assert digest["content"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
 def test_the_sdist_has_what_builds_it_and_nothing_of_this_machine(release: list[Path]) -> None:
