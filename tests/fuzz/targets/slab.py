@@ -41,7 +41,7 @@ BOOT_NONCE = 11
 @functools.cache
 def _slab() -> Slab:
     folder = Path(tempfile.mkdtemp(prefix="kvtier-fuzz-"))
-    atexit.register(shutil.rmtree, folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     slab = Slab.open(folder, POOL_BYTES, MIB, create=True)
     assert slab.geometry == GEOMETRY
     return slab
