@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import CoreLimits, Recovered
 from kvtierd.memory.pool_file import config_digest
+from kvtierd.memory.processes import kernel_boot, pid_namespace
 from kvtierd.memory.recovery import NOBODY
 
 from tests.fuzz.source import BORDERS, Source
@@ -169,8 +172,12 @@ def _record(pool: Bytes, source: Source) -> bool:
 def _writer(pool: Bytes, source: Source) -> None:
     """Changes an entry of the table of writers."""
     at = PAGE_BYTES + 32 * source.choice((0, WRITER, WRITER + 1, 1, source.below(65_408)))
-    entry = struct.pack("<IIQQQ", source.number(32), 0, source.hostile(), source.hostile(), source.hostile())
-    pool[at : at + 32] = np.frombuffer(entry, np.uint8)
+    pid = source.choice((os.getpid(), 1, source.number(32)))
+    boot = source.choice((kernel_boot(), source.hostile()))
+    namespace = source.choice((pid_namespace(), source.hostile()))
+    rest = struct.pack("<3Q", source.hostile(), boot, namespace)
+    checksum = zlib.crc32(struct.pack("<I", pid) + rest) if source.below(4) else 0
+    pool[at : at + 32] = np.frombuffer(struct.pack("<II", pid, checksum) + rest, np.uint8)
 
 
 # --- what may be found ---

@@ -20,6 +20,8 @@ ENTRY = np.dtype(
 TABLE_OFFSET = 4096
 TABLE_BYTES = (2 << 20) - TABLE_OFFSET
 OWNER = 0
+PID_MAX = 2**31 - 1
+"""The largest pid that can be asked about. An entry with another is damaged, whatever its checksum."""
 
 
 def _checksum(name: ProcessName) -> int:
@@ -30,7 +32,7 @@ def _checksum(name: ProcessName) -> int:
 def _read(entries: npt.NDArray[Any], index: int) -> ProcessName | None:
     pid, checksum, start, boot, namespace = entries[index].tolist()
     name = ProcessName(pid, start, boot, namespace)
-    return name if pid and checksum == _checksum(name) else None
+    return name if 0 < pid <= PID_MAX and checksum == _checksum(name) else None
 
 
 def living(table: bytes) -> list[int]:

@@ -52,6 +52,20 @@ def test_an_entry_names_the_process_in_32_bytes(process: subprocess.Popen[bytes]
     assert table.capacity == (HEADER_AREA - 4096) // 32
 
 
+@pytest.mark.parametrize("pid", [2**31, 2**32 - 1])
+def test_an_entry_whose_pid_no_process_can_have_is_forgotten(pid: int) -> None:
+    pool, _ = new_table()
+    start = pid.to_bytes(4, "little")
+    rest = b"".join(value.to_bytes(8, "little") for value in (5, kernel_boot(), pid_namespace()))
+    checksum = zlib.crc32(start + rest).to_bytes(4, "little")
+    pool[TABLE_OFFSET + 32 : TABLE_OFFSET + 64] = np.frombuffer(start + checksum + rest, np.uint8)
+    table = WriterTable(pool, set)
+    assert living(pool[TABLE_OFFSET:].tobytes()) == []
+    assert not table.gone(1), "nothing proves it, as for an entry that is damaged"
+    table.sweep([])
+    assert entry(pool, 1)[:4] == bytes(4)
+
+
 def test_ids_rise_and_are_given_again_only_when_no_slot_names_them(process: subprocess.Popen[bytes]) -> None:
     pool, table = new_table()
     assert [table.register(process.pid), table.register(MINE), table.register(MINE)] == [1, 2, 3]
