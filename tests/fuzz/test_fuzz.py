@@ -26,7 +26,7 @@ from tests.fuzz import session
 from tests.fuzz.coverage import lines
 from tests.fuzz.target import CORPUS, CRASHES, NAMES, inputs, load
 
-SHORT_S = 2
+SHORT_S = 1
 SECONDS = int(os.environ.get("KVTIER_FUZZ_SECONDS", SHORT_S))
 STARTUP_S = 300
 CORPUS_BYTES_MAX, CORPUS_FILES_MAX = 1 << 20, 300

@@ -29,6 +29,7 @@ NOT_SETTINGS = frozenset(
         "KVTIER_AUDITS_LONG",
         "KVTIER_AUTOSTART_WAYS",
         "KVTIER_DISK_FAULTS",
+        "KVTIER_FUZZ_SECONDS",
         "KVTIER_GPU_KILLS",
         "KVTIER_GPU_RECORD",
         "KVTIER_GPU_SCRATCH",

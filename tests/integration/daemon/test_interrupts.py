@@ -23,7 +23,7 @@ from tests.support.process import DEADLINE_S, Daemon, readable, until
 pytestmark = pytest.mark.faults
 
 SEED = 20261123
-MOMENTS = rounds(short=20, long=160)
+MOMENTS = rounds(short=12, long=160)
 POOL_SIZE = "512MiB"
 """Populated for about as long as everything else takes."""
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
