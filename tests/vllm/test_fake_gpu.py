@@ -150,8 +150,22 @@ def store_forget_load(engine: MiniEngine) -> None:
     all_came_back(engine)
 
 
-@every_way
-@pytest.mark.parametrize("kinds", [(FULL, WINDOW, WINDOW), (FULL, STATE)], ids=["windows", "states"])
+@pytest.mark.parametrize(
+    ("kinds", "way"),
+    [
+        pytest.param((FULL, WINDOW, WINDOW), "exported", id="windows-exported"),
+        pytest.param(
+            (FULL, WINDOW, WINDOW),
+            "exported in chunks",
+            id="windows-exported in chunks",
+            marks=pytest.mark.long,
+        ),
+        pytest.param((FULL, WINDOW, WINDOW), "mirrored", id="windows-mirrored"),
+        pytest.param((FULL, STATE), "exported", id="states-exported", marks=pytest.mark.long),
+        pytest.param((FULL, STATE), "exported in chunks", id="states-exported in chunks"),
+        pytest.param((FULL, STATE), "mirrored", id="states-mirrored", marks=pytest.mark.long),
+    ],
+)
 def test_groups_that_lie_over_each_other_in_a_gpus_memory(
     machine: Machine, way: str, kinds: Sequence[Kind]
 ) -> None:

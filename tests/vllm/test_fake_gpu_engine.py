@@ -93,7 +93,7 @@ def first_life(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Fi
     [
         ("FakeGpuConnector", "exported", 1),
         pytest.param("ChunkedGpuConnector", "exported in chunks", 2, marks=pytest.mark.long),
-        ("PrivateGpuConnector", "mirrored", 3),
+        pytest.param("PrivateGpuConnector", "mirrored", 3, marks=pytest.mark.long),
     ],
     ids=["exported", "exported in chunks", "mirrored"],
 )

@@ -452,7 +452,13 @@ def test_a_connector_that_breaks_holds_no_block_any_more(make: Make, monkeypatch
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", repeats(SEEDS))
 @pytest.mark.parametrize("name", ["full and two windows", "windows of larger blocks", "states"])
-@pytest.mark.parametrize("fault", ["", "slow-copy:5"], ids=["quick copies", "slow copies"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("", id="quick copies", marks=pytest.mark.long),
+        pytest.param("slow-copy:5", id="slow copies"),
+    ],
+)
 def test_disorder_costs_no_byte_no_block_and_no_request(
     make: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch, seed: int, name: str, fault: str
 ) -> None:

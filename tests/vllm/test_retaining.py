@@ -299,8 +299,10 @@ def test_a_request_leaves_disks_out(patient: Make, monkeypatch: pytest.MonkeyPat
 @pytest.mark.faults
 @pytest.mark.parametrize(
     "settings",
-    [{"priority": "low", "ttl_s": 2}, {"pin_s": 1, "tiers": ["host"]}],
-    ids=["low and short", "held on the host"],
+    [
+        pytest.param({"priority": "low", "ttl_s": 2}, id="low and short", marks=pytest.mark.long),
+        pytest.param({"pin_s": 1, "tiers": ["host"]}, id="held on the host"),
+    ],
 )
 def test_disorder_costs_no_byte_no_block_and_no_request(
     make: Make, host: DaemonHost, settings: dict[str, Any]

@@ -91,8 +91,15 @@ def test_leases_are_given_back(make: Callable[..., MiniEngine], host: DaemonHost
 
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", repeats(SEEDS))
-@pytest.mark.parametrize("fault", ["", "slow-copy:5"], ids=["quick copies", "slow copies"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "a step ahead"])
+@pytest.mark.parametrize(
+    ("ahead", "fault"),
+    [
+        pytest.param(False, "", id="step by step-quick copies"),
+        pytest.param(False, "slow-copy:5", id="step by step-slow copies", marks=pytest.mark.long),
+        pytest.param(True, "", id="a step ahead-quick copies", marks=pytest.mark.long),
+        pytest.param(True, "slow-copy:5", id="a step ahead-slow copies"),
+    ],
+)
 def test_disorder_costs_no_byte_no_block_and_no_request(
     make: Callable[..., MiniEngine],
     host: DaemonHost,

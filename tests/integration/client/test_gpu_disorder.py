@@ -160,7 +160,9 @@ class Engine:
         assert self.gpu.fake.refusals() == []
 
 
-@pytest.mark.parametrize("chunks", [False, True], ids=["allocation", "chunks"])
+@pytest.mark.parametrize(
+    "chunks", [pytest.param(False, id="allocation"), pytest.param(True, id="chunks", marks=pytest.mark.long)]
+)
 @pytest.mark.timeout(1_800 if LONG else 240)
 def test_whatever_happens_no_byte_is_wrong_and_nothing_stays_open(
     idle_host: DaemonHost,
