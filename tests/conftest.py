@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.support import sharing
 from tests.support.fake_cuda import fake_cuda as fake_cuda
 from tests.support.fake_cuda import make_fake_cuda as make_fake_cuda
 from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX, LeakCheck
+from tests.support.process import logs_of_daemons
 
 # Set by `make test`: there a missing engine is a failure, because a skipped proof is no proof.
 REQUIRE_VLLM = os.environ.get("KVTIER_REQUIRE_VLLM") == "1"
@@ -39,6 +40,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; run `make setup`"))
         if no_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shows what daemons have logged if a test has failed: their folders are gone afterwards."""
+    report = yield
+    if report.failed and report.when != "teardown":
+        report.sections += logs_of_daemons().items()
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
