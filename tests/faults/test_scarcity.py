@@ -1,6 +1,7 @@
 """Descriptors and memory run out: new requests are refused with the reason, and clients that are served stay
 served."""
 
+import contextlib
 import errno
 import os
 import resource
@@ -254,6 +255,8 @@ def kill_worker(daemon: Daemon) -> None:
 def worker_of(daemon: Daemon) -> int:
     """The copy worker's pid; 0 if there is none. It asks no daemon, which may take no connection now."""
     children = Path(f"/proc/{daemon.pid}/task").glob("*/children")
-    pids = [int(pid) for file in children for pid in file.read_text().split()]
-    workers = [pid for pid in pids if b"kvtierd.workers.copy" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return workers[0] if workers else 0
+    for pid in [int(pid) for file in children for pid in file.read_text().split()]:
+        with contextlib.suppress(OSError):  # it has just ended
+            if b"kvtierd.workers.copy" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return 0
