@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import mmap
 import os
 import time
@@ -17,8 +16,6 @@ from tests.fuzz.pool_bytes import GEOMETRY, GUIDES, MIB, POOL_BYTES, change, che
 from tests.fuzz.source import Source
 from tests.fuzz.target import Target
 from tests.oracles.invariants import validate
-
-logging.getLogger("kvtierd.memory").setLevel(logging.ERROR)
 
 
 @functools.cache
