@@ -206,6 +206,7 @@ def host(socket_dir: Path, shm_dir: Path) -> Iterator[DaemonHost]:
     host.stop()
 
 
+@pytest.mark.long
 def test_a_front_an_engine_core_and_a_worker_in_three_processes(
     model: Path, host: DaemonHost, tmp_path: Path
 ) -> None:
