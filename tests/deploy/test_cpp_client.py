@@ -341,8 +341,10 @@ def test_both_are_known_by_the_same_digests_which_are_computed_as_the_page_says(
     canonical = b"kvtier-namespace-1" + b"".join(
         struct.pack("<IQ", number, len(content)) + content for number, content in sorted(fields.items())
     )
-    sized = struct.pack("<Q", len(canonical)) + canonical + struct.pack("<I", 1)
-    namespace = hashlib.sha256(b"kvtier namespace 1\0" + sized + layout).digest()[:16]
+    tenant = f"uid:{os.getuid()}".encode()
+    sized = b"".join(struct.pack("<Q", len(part)) + part for part in (tenant, canonical))
+    digest = hashlib.sha256(b"kvtier namespace 2\0" + sized + struct.pack("<I", 1) + layout).digest()
+    namespace = digest[:12] + hashlib.sha256(b"kvtier tenant 1\0" + tenant).digest()[:4]
     assert cpp.say("identity") == f"{layout.hex()} {namespace.hex()}"
     status = python.client.status
     assert (status.layout_fingerprint, status.namespace_digest) == (layout.hex(), namespace.hex())

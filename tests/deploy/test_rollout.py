@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -23,9 +24,11 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
+from kvtierd.ctl.caller import admin_at
 
 from tests.deploy.image import Image, build_image, unmount_images
 from tests.deploy.installation import REPO
+from tests.security.people import being
 from tests.support.plain_client import BLOCKS, PlainClient, block_hashes
 from tests.support.process import until
 
@@ -34,6 +37,7 @@ DEADLINE_S = 120.0
 NAMESPACES = ("--mount", "--pid", "--fork", "--ipc", "--uts", "--kill-child")
 HERE = Path(__file__).parent
 COUNT = 4 * BLOCKS
+DAEMON_UID = 10_001
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +58,7 @@ class Node:
     def __init__(self, image: Image, shm: Path) -> None:
         self._image = image
         self._home = Path(tempfile.mkdtemp(prefix="kvtier-node-"))
+        self._home.chmod(0o755)  # the daemon's user goes through it, as in a host's own folders
         self.pool, self.sockets, self.config = shm / "node", self._home / "run", self._home / "config"
         for folder in (self.pool, self.sockets, self.config):
             folder.mkdir()
@@ -111,9 +116,15 @@ class Node:
                 return False
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
+    @contextmanager
+    def admin(self) -> Iterator[admin_pb2_grpc.AdminStub]:
+        """The calls of an operator: the daemon's own user, because there is no other in a pod."""
+        with being(DAEMON_UID), admin_at(self.socket) as admin:
+            yield admin
+
     def status(self) -> admin_pb2.StatusResponse:
-        with grpc.insecure_channel(f"unix:{self.socket}") as channel:
-            return admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=DEADLINE_S)
+        with self.admin() as admin:
+            return admin.Status(admin_pb2.StatusRequest(), timeout=DEADLINE_S)
 
     def pid1(self, pod: subprocess.Popen[bytes]) -> int:
         """The daemon of a pod, as this machine sees it."""
@@ -245,8 +256,7 @@ def test_probes_say_not_ready_while_it_drains_and_alive_all_the_time(node: Node)
     node.start()
     assert node.healthy()
     assert node.healthy("live")
-    with grpc.insecure_channel(f"unix:{node.socket}") as channel:
-        admin = admin_pb2_grpc.AdminStub(channel)
+    with node.admin() as admin:
         assert [each.state for each in admin.Drain(admin_pb2.DrainRequest(), timeout=60)][-1] == "drained"
         assert (node.healthy(), node.healthy("live")) == (False, True)
         admin.Resume(admin_pb2.ResumeRequest(), timeout=60)
