@@ -21,14 +21,25 @@ from typing import IO, Self
 
 from tests.support.leaks import FORKED
 
+
+def _of_python(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that an interpreter reads when it starts, and a fork therefore does not."""
+    return {name: value for name, value in environment.items() if name.startswith("PYTHON")}
+
+
 _context = multiprocessing.get_context("forkserver")
 _imported: list[str] = []
+_environment = _of_python(os.environ)
 START_S = 60.0
 """For a fork to begin; it takes milliseconds."""
 
 
-def use(module: str) -> bool:
-    """Whether this process forks from one that has imported `module`. The first to ask decides."""
+def use(module: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process forks from one that has imported `module`, a program with such an environment. The
+    first to ask decides. What has other variables of the interpreter's has to be executed: a fork would not
+    heed them, and if the forks' parent started with them, every later fork would."""
+    if _of_python(environment) != _environment:
+        return False
     if not _imported:
         _imported.append(module)
         _context.set_forkserver_preload(_imported)

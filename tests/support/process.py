@@ -187,7 +187,7 @@ def _start(
 ) -> forks.Fork | subprocess.Popen[str]:
     # A fork, unless what comes before the command wants to execute it, or the parent of this process's forks
     # has imported much else, in which each collection of garbage would take long.
-    if not wrap and forks.use("tests.support.loaded_daemon"):
+    if not wrap and forks.use("tests.support.loaded_daemon", environment):
         return forks.Fork(entry.kvtierd, arguments, environment, log)
     with log.open("a") as errors:
         return subprocess.Popen(
