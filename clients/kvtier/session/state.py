@@ -333,7 +333,7 @@ class ProtocolState:
             count, most = len(hashes) // hash_bytes, hashes_max(queries, attachment.lookup_hashes_max)
             if count <= most:
                 return record, hashes
-            if queries[0].mode is LookupMode.PREFIX:
+            if most and queries[0].mode is LookupMode.PREFIX:
                 return record, hashes[: most * hash_bytes]
             message = f"{count} hashes; the daemon takes {most} at once: split it"
             error = KvtierError(Reason.TOO_MANY_BLOCKS, message, field="hashes", value=count)

@@ -606,6 +606,16 @@ def test_registers_again_when_its_worker_was_lost_but_not_for_an_old_request(pee
     assert wants_registration(peer), "and this one is new"
 
 
+def test_a_lookup_ends_at_once_if_the_daemon_takes_no_hashes_at_all() -> None:
+    peer = Peer()
+    peer.welcome(lookup_hashes_max=0)
+    record = ask(peer, 1, lease=True)
+    assert record.event.is_set()
+    assert record.answer is not None
+    assert record.answer.error is not None
+    assert record.answer.error.reason is Reason.TOO_MANY_BLOCKS
+
+
 BODIES = st.sampled_from(
     [
         {"welcome": cache_pb2.Welcome(epoch=9, features=FEATURES)},
