@@ -199,6 +199,13 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
             return self._session.state is ClientState.READY
 
     @property
+    def memory_error(self) -> KvtierError | None:
+        """Why the daemon has not got this client's memory, as the last attempt to register it has shown; None
+        if it has it, or was not asked yet. With Reason.IMPORT_REFUSED it can get it as a
+        kvtier.cuda.MirrorMemory."""
+        return self._session.memory.error  # without the lock: engines ask in every step
+
+    @property
     def epoch(self) -> int | None:
         """The epoch of the instance, or None while there is no session."""
         with self._threads.lock:

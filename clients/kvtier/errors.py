@@ -62,15 +62,10 @@ class KvtierError(Exception):
 class NotExportableError(KvtierError):
     """The device memory of this process cannot be shared with another one. The message says what to change;
     `kvtier.cuda.MirrorMemory` works in any case.
-
-    `allocator` is True if the cause is how the memory was allocated, not what this machine allows.
     """
 
-    def __init__(
-        self, message: str, *, field: str = "memory", value: object = "", allocator: bool = False
-    ) -> None:
+    def __init__(self, message: str, *, field: str = "memory", value: object = "") -> None:
         super().__init__(Reason.DEVICE_MEMORY_INVALID, message, field=field, value=value)
-        self.allocator = allocator
 
 
 class ConnectionLostError(Exception):

@@ -111,8 +111,8 @@ class ConnectorConfig:
     share: str = "auto"
     """How a KV cache on a GPU is shared. "export": the daemon copies to and from it directly. "mirror": the
     engine copies blocks to and from host memory that the daemon maps, which costs it time and a thread, but
-    works with every allocator. "auto": "mirror" only if the engine's allocator makes memory that cannot be
-    exported."""
+    works with every allocator. "auto": "mirror" only where "export" is not possible: the engine's allocator
+    makes memory that cannot be exported, or the driver lets nobody else open it, as in some containers."""
     contiguous_blocks: bool = False
     """Whether to ask an engine on a GPU for blocks that are contiguous across layers: one large copy for each
     block instead of one for each layer. vLLM from 0.32 on keeps its own layout, with a warning, if its

@@ -45,6 +45,7 @@ class Reason(IntEnum):
     DEVICE_UNAVAILABLE = 45  # the driver is missing, too old, or refuses; the message says what to change
     DEVICE_OUT_OF_MEMORY = 46  # no room on the GPU for the daemon's context: lower the engine's share
     NOT_OPERATOR = 47  # PERMISSION_DENIED: only an operator may do that
+    IMPORT_REFUSED = 48  # the driver does not let the daemon open this GPU memory: mirror it on the host
     # Load. Try again later, or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)
     QUEUE_FULL = 60
     LEASE_LIMIT = 61

@@ -154,7 +154,8 @@ def test_the_configuration_in_it_is_sound_and_the_pods_use_it(tmp_path: Path) ->
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_have_no_right_that_they_do_not_need(overlay: str) -> None:
     spec = objects(overlay)["DaemonSet"]["spec"]["template"]["spec"]
-    assert (spec["hostPID"], spec["hostIPC"], spec.get("hostNetwork", False)) == (False, False, False)
+    assert spec["hostPID"] is overlay.endswith("host-pid")
+    assert (spec["hostIPC"], spec.get("hostNetwork", False)) == (False, False)
     assert spec["automountServiceAccountToken"] is False
     context = one(spec["containers"], "kvtierd")["securityContext"]
     assert context["allowPrivilegeEscalation"] is False

@@ -3,8 +3,10 @@
  * A handle names the exporter and the address, so the handle of an allocation that was freed and made anew at the same
  * address has the same bytes, as has been seen of real drivers. Addresses are given out again as soon as possible. */
 #define _GNU_SOURCE
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "process.h"
@@ -12,11 +14,29 @@
 struct handle_content {
     char magic[8];
     int32_t pid;
-    uint32_t unused;
+    int32_t shown_pid; /* in its own PID namespace */
     uint64_t started;
     uint64_t address;
+    uint64_t pid_namespace;
+    uint32_t uid;
+    uint32_t unused;
 };
 static const char MAGIC[8] = "fakeipc";
+
+/* As the environment pretends at this moment, for tests without namespaces of their own, or as it is. */
+static uint64_t pretended(const char *name, uint64_t real) {
+    const char *text = getenv(name);
+    return text && *text ? strtoull(text, NULL, 0) : real;
+}
+
+static uint64_t pid_namespace(void) {
+    struct stat file;
+    return pretended("FAKE_CUDA_PID_NAMESPACE", stat("/proc/self/ns/pid", &file) ? 0 : (uint64_t)file.st_ino);
+}
+
+static int32_t shown_pid(void) {
+    return (int32_t)pretended("FAKE_CUDA_SHOWN_PID", (uint64_t)getpid());
+}
 
 /* The last allocation that was freed: the next of its size gets its address, which is kept free until then. */
 static uint64_t freed_address;
@@ -155,6 +175,9 @@ EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     if (!exportable)
         REFUSE(CUDA_ERROR_INVALID_VALUE, "no cuMemAlloc memory of this process begins at %#llx", (unsigned long long)address);
     memcpy(content.magic, MAGIC, sizeof MAGIC);
+    content.pid_namespace = pid_namespace();
+    content.shown_pid = shown_pid();
+    content.uid = (uint32_t)geteuid();
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &content, sizeof content);
     return CUDA_SUCCESS;
@@ -201,6 +224,13 @@ EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handl
     const struct process *own = state_join();
     if (content.pid == own->pid && content.started == own->started)
         REFUSE(CUDA_ERROR_INVALID_CONTEXT, "a handle of this very process");
+    /* What real drivers do between containers is not agreed upon: these are the refusals that were reported. */
+    if (content.shown_pid == shown_pid())
+        REFUSE(CUDA_ERROR_INVALID_CONTEXT, "the exporter has our own PID, %d, in its namespace", content.shown_pid);
+    if (settings()->ipc_namespaces_code && content.pid_namespace != pid_namespace())
+        REFUSE(settings()->ipc_namespaces_code, "the exporter is in another PID namespace");
+    if (settings()->ipc_users_code && content.uid != (uint32_t)geteuid())
+        REFUSE(settings()->ipc_users_code, "the exporter is user %u", content.uid);
     CUresult code = CUDA_SUCCESS;
     pthread_mutex_lock(&process_lock);
     struct range *range = opened_with(&handle);

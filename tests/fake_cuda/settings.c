@@ -74,6 +74,8 @@ static void read_all(void) {
     chosen.granularity = number("FAKE_CUDA_GRANULARITY", 2ULL << 20);
     chosen.mig = number("FAKE_CUDA_MIG", 0) != 0;
     chosen.ipc_code = code("FAKE_CUDA_NO_IPC", 801);
+    chosen.ipc_namespaces_code = (int)number("FAKE_CUDA_IPC_NAMESPACES", 201);
+    chosen.ipc_users_code = code("FAKE_CUDA_IPC_USERS", 205);
     chosen.context_code = code("FAKE_CUDA_CONTEXT_FAIL", 2);
     chosen.eager = number("FAKE_CUDA_EAGER", 0) != 0;
     const char *memops = look_up("FAKE_CUDA_MEMOPS", "");

@@ -293,18 +293,43 @@ def test_a_user_may_insist_on_export(machine: Machine, told: Callable[[str], lis
     indirect=["machine"],
     ids=["MIG", "no permission"],
 )
-def test_what_the_machine_forbids_is_said_not_worked_around(
+def test_what_the_machine_forbids_is_mirrored_with_one_warning(
     machine: Machine, word: str, told: Callable[[str], list[str]]
 ) -> None:
-    engine = machine.start("FakeGpuConnector", "auto")
-    [warning] = told("kvtier is off")
+    mirrored = machine.start("FakeGpuConnector", "auto")
+    [warning] = told("mirror in host memory")
     assert word in warning
-    engine.add("computed", prompt(100))
-    engine.run()
-    assert engine.finished["computed"] == output_of(prompt(100), 8)
-    mirrored = machine.start("FakeGpuConnector", "mirror")
     wait_ready(mirrored)
     store_forget_load(mirrored)
+    insisting = machine.start("FakeGpuConnector", "export")
+    [warning] = told("kvtier is off")
+    assert word in warning
+    insisting.add("computed", prompt(100))
+    insisting.run()
+    assert insisting.finished["computed"] == output_of(prompt(100), 8)
+
+
+@pytest.mark.parametrize("share", ["auto", "export"])
+def test_memory_that_the_daemon_may_not_open_is_mirrored_from_the_next_step_on(
+    share: str, machine: Machine, told: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver has made handles for it, and refuses to open them in the daemon's process."""
+    monkeypatch.setenv("FAKE_CUDA_PID_NAMESPACE", "1")
+    engine = machine.start("FakeGpuConnector", share)
+    until(lambda: machine.host.status().refused_imports, "the driver has refused")
+    until(lambda: engine.worker._worker.link.client.memory_error is not None, "the engine has heard of it")
+    engine.add("notices", prompt(100))
+    engine.run()
+    assert engine.finished["notices"] == output_of(prompt(100), 8)
+    if share == "export":
+        assert told("mirror in host memory") == []
+        monkeypatch.delenv("FAKE_CUDA_PID_NAMESPACE")
+    else:
+        [warning] = told("mirror in host memory")
+        assert "PID namespaces" in warning
+    wait_ready(engine)
+    store_forget_load(engine)
+    assert len(machine.fake.open_imports()) == (share == "export")
 
 
 @pytest.mark.parametrize("failing", ["copy_out", "copy_in"])

@@ -46,6 +46,14 @@ class Machine:
             environment=dict(self.fake.environment),
         )
 
+    def restart_worker(self, settings: str) -> None:
+        """The GPU's next worker finds these settings of the driver."""
+        (self.fake.folder / "settings").write_text(settings)
+        for worker in self.host.status().workers:
+            if worker.device != "cpu":
+                os.kill(worker.pid, signal.SIGKILL)
+        until(lambda: len(self.host.status().workers) == 1, "the worker is gone")
+
     def wait_gone(self) -> None:
         """Until nothing of any engine is left, on the GPU neither."""
         until(lambda: not self.host.status().instances, "the daemon noticed the engine's death")
@@ -185,3 +193,34 @@ def test_scheduler_and_worker_in_processes_of_their_own(machine: Machine, tmp_pa
     assert results["restored"]["tokens"] == results["hit"]["tokens"]
     assert results["restored"]["logprobs"] == results["hit"]["logprobs"]
     machine.wait_gone()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [201, pytest.param(205, marks=pytest.mark.long), pytest.param(400, marks=pytest.mark.long)],
+)
+def test_an_engine_whose_memory_the_daemon_may_not_open_continues_with_a_mirror(
+    first_life: FirstLife, machine: Machine, code: int, tmp_path: Path
+) -> None:
+    """As in a container with a PID namespace of its own, on a driver that minds."""
+    machine.restart_worker(f"FAKE_CUDA_IPC_NAMESPACES={code}\n")
+    options = machine.options("FakeGpuConnector")
+    options.environment["FAKE_CUDA_PID_NAMESPACE"] = "1"
+    rig = Rig(machine.host, Engine.start(options, tmp_path / "log"))
+    with rig.engine:
+        rig.patient()
+        until(lambda: machine.host.status().refused_imports, "the driver has refused")
+        rig.generate(prompt(BLOCK, seed=code))  # the engine notices in its next step
+        rig.wait_ready()
+        assert machine.fake.open_imports() == []
+        restored = rig.generate(prompt(STORY_TOKENS))
+        assert restored.num_cached_tokens == first_life.hit.num_cached_tokens == full_blocks(STORY_TOKENS)
+        assert same(restored, first_life.hit)
+        tokens = prompt(10 * BLOCK + 1, seed=code + 1)
+        hit = rig.compute_and_hit(tokens)
+        rig.forget()
+        again = rig.generate(tokens)
+        assert again.num_cached_tokens == hit.num_cached_tokens == 10 * BLOCK
+        assert same(again, hit)
+    machine.wait_gone()
+    assert "mirror in host memory" in (tmp_path / "log").read_text()

@@ -124,6 +124,7 @@ def register(session: ProtocolState, doorbells: StreamDoorbells | None) -> Steps
         return  # the memory was taken back meanwhile
     spec, memory = session.memory.begin()
     export: Export | None = None
+    page: WordsPage | None = None
     words_registered = False
     try:
         if on_device(memory):  # first what only this process can refuse: then the daemon knows nothing yet
@@ -144,8 +145,9 @@ def register(session: ProtocolState, doorbells: StreamDoorbells | None) -> Steps
         session.memory.registered(registration)
         session.counters.registrations += 1
     except KvtierError as error:
-        session.memory.error = str(error)
-        if error.reason in _BUSY:
+        session.memory.error = error
+        worker_gone = page is not None and page.worker_is_dead  # its successor knows nothing of this session
+        if error.reason in _BUSY or worker_gone:
             raise NotRegisteredError(error, REGISTER_RETRY_S) from error
         if not words_registered and (isinstance(error, NotExportableError) or error.reason in _UNABLE):
             raise NotRegisteredError(error, UNABLE_RETRY_S) from error

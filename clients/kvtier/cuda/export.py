@@ -164,7 +164,7 @@ def _wrong_kind(info: PointerInfo) -> NotExportableError:
             "with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR requested"
         )
     return NotExportableError(
-        f"this memory was allocated for {found}: {change}, {_MIRROR}", value=hex(info.base), allocator=True
+        f"this memory was allocated for {found}: {change}, {_MIRROR}", value=hex(info.base)
     )
 
 

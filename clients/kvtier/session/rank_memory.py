@@ -16,7 +16,7 @@ class RankMemory:
     def __init__(self, spec: AttachSpec, words: RankWords) -> None:
         self.spec = spec
         """The rank, with the memory that is to be registered; without memory from `release` to `give`."""
-        self.error: str | None = None
+        self.error: KvtierError | None = None
         """Why the last attempt to register failed."""
         self._words = words
         self._attachment: Attachment | None = None

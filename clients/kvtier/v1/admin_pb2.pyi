@@ -608,6 +608,7 @@ class StatusResponse(google.protobuf.message.Message):
     HELD_BLOCKS_FIELD_NUMBER: builtins.int
     HELD_BYTES_FIELD_NUMBER: builtins.int
     TENANTS_FIELD_NUMBER: builtins.int
+    REFUSED_IMPORTS_FIELD_NUMBER: builtins.int
     version: builtins.str
     boot_nonce: builtins.int
     pid: builtins.int
@@ -640,6 +641,10 @@ class StatusResponse(google.protobuf.message.Message):
     def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantStatus]:
         """An operator is told of all tenants, everybody else of their own."""
 
+    @property
+    def refused_imports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RefusedImports]:
+        """Empty if the driver has let the daemon open the memory of every engine on a GPU, since the daemon started."""
+
     def __init__(
         self,
         *,
@@ -663,11 +668,42 @@ class StatusResponse(google.protobuf.message.Message):
         held_blocks: builtins.int = ...,
         held_bytes: builtins.int = ...,
         tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
+        refused_imports: collections.abc.Iterable[global___RefusedImports] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "integrity", b"integrity", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "socket", b"socket", "state", b"state", "tenants", b"tenants", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "refused_imports", b"refused_imports", "socket", b"socket", "state", b"state", "tenants", b"tenants", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
 
 global___StatusResponse = StatusResponse
+
+@typing.final
+class RefusedImports(google.protobuf.message.Message):
+    """How often the driver of one GPU did not let the daemon open an engine's memory (REASON_IMPORT_REFUSED). Such an engine
+    can go on with a mirror in host memory.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    device: builtins.str
+    error: builtins.str
+    """The driver's name of the error, for example "CUDA_ERROR_INVALID_CONTEXT"."""
+    count: builtins.int
+    why: builtins.str
+    """What the latest refusal of this device said: the likely cause, and what to change."""
+    def __init__(
+        self,
+        *,
+        device: builtins.str = ...,
+        error: builtins.str = ...,
+        count: builtins.int = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "device", b"device", "error", b"error", "why", b"why"]) -> None: ...
+
+global___RefusedImports = RefusedImports
 
 @typing.final
 class TenantStatus(google.protobuf.message.Message):

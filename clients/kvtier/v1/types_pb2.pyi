@@ -222,6 +222,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """no room on the GPU for the daemon's context: lower the engine's share"""
     REASON_NOT_OPERATOR: _Reason.ValueType  # 47
     """PERMISSION_DENIED: only an operator may do that"""
+    REASON_IMPORT_REFUSED: _Reason.ValueType  # 48
+    """the driver does not let the daemon open this GPU memory: mirror it on the host"""
     REASON_QUEUE_FULL: _Reason.ValueType  # 60
     """Load. Try again later, or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)"""
     REASON_LEASE_LIMIT: _Reason.ValueType  # 61
@@ -298,6 +300,8 @@ REASON_DEVICE_OUT_OF_MEMORY: Reason.ValueType  # 46
 """no room on the GPU for the daemon's context: lower the engine's share"""
 REASON_NOT_OPERATOR: Reason.ValueType  # 47
 """PERMISSION_DENIED: only an operator may do that"""
+REASON_IMPORT_REFUSED: Reason.ValueType  # 48
+"""the driver does not let the daemon open this GPU memory: mirror it on the host"""
 REASON_QUEUE_FULL: Reason.ValueType  # 60
 """Load. Try again later, or go on without. (RESOURCE_EXHAUSTED or UNAVAILABLE)"""
 REASON_LEASE_LIMIT: Reason.ValueType  # 61

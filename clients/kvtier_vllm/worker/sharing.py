@@ -8,11 +8,11 @@ for memory that cannot be exported, a mirror in host memory (`mirroring`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from kvtier import Client
+from kvtier import Client, KvtierError, Reason
 from kvtier.memory import Memory
 
 from kvtier_vllm.meta import LOAD_DOORBELL, STORE_DOORBELL
@@ -72,6 +72,11 @@ class Sharing(ABC):
         client.register_memory(self.client_memory)
         return True
 
+    def otherwise(self, error: KvtierError) -> Sharing | None:
+        """Returns another way of sharing, because the daemon could not use this one; None if there is
+        none."""
+        return None
+
     def close(self, timeout_s: float) -> bool:
         """Gives back what is ours, after the clients were closed. Returns False if a copy of ours still ran
         after `timeout_s` seconds."""
@@ -95,9 +100,15 @@ class GpuSharing(Sharing):
     """Shares a GPU's memory: the daemon's copy worker imports it. The engine's stream itself rings, so
     neither side's processor waits for the other."""
 
-    def __init__(self, memory: DeviceMemory, gpu: EngineGpu) -> None:
+    def __init__(
+        self, memory: DeviceMemory, gpu: EngineGpu, make_mirror: Callable[[KvtierError], Sharing | None]
+    ) -> None:
+        """`make_mirror(error)` is called if the driver does not let the daemon open the memory. It returns
+        None if there is to be no mirror."""
         self.client_memory = memory
         self._gpu = gpu
+        self._make_mirror = make_mirror
+        self._refused = False
 
     def let_load(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         """Has the stream ring the load doorbell, because what was enqueued before may still write to the
@@ -106,3 +117,10 @@ class GpuSharing(Sharing):
 
     def let_store(self, client: Client, step: int, parts: Sequence[TrackedPart]) -> None:
         client.ring_on(self._gpu.stream(), STORE_DOORBELL, step)
+
+    def otherwise(self, error: KvtierError) -> Sharing | None:
+        """See Sharing. Tried once: whoever cannot be mirrored now cannot be later."""
+        if self._refused or error.reason is not Reason.IMPORT_REFUSED:
+            return None
+        self._refused = True
+        return self._make_mirror(error)

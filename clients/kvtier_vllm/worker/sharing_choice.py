@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from kvtier.cuda import DeviceMemory
 
 
+SLOWER = "blocks go through a mirror in host memory, which is slower"
+
+
 def share_gpu(
     memory: GpuKVMemory, groups: Sequence[Group], share: str, gpu: EngineGpu, log: logging.Logger
 ) -> Sharing:
@@ -28,7 +31,19 @@ def share_gpu(
     try:
         if share == "mirror" or not _exportable(device_memory, share, log):
             return MirrorSharing(device_memory, covering(groups), gpu, log)
-        return GpuSharing(device_memory, gpu)
+
+        def mirror(error: KvtierError) -> Sharing | None:
+            if share == "export":
+                return None
+            try:
+                sharing = MirrorSharing(device_memory, covering(groups), gpu, log)
+            except (KvtierError, NotShareable, OSError) as refusal:
+                log.warning("kvtier: the KV cache cannot be mirrored in host memory either: %s", refusal)
+                return None
+            log.warning("kvtier: %s: %s", SLOWER, error)
+            return sharing
+
+        return GpuSharing(device_memory, gpu, mirror)
     except NotExportableError as error:
         message = f'the KV cache cannot be shared: {error}; or set "share": "mirror", which is slower'
         raise NotShareable(message) from error
@@ -59,15 +74,15 @@ def covering(groups: Sequence[Group]) -> Group:
 
 
 def _exportable(memory: DeviceMemory, share: str, log: logging.Logger) -> bool:
-    """Returns whether the memory can be exported; False only if the engine's allocator is the reason, which
-    "auto" works around. Raises KvtierError for any other reason."""
+    """Returns whether the memory can be exported. Where it cannot, raises NotExportableError for "export".
+    Raises KvtierError if it is no memory of a GPU."""
     from kvtier.cuda import NotExportableError
 
     try:
         memory.check()
     except NotExportableError as error:
-        if share == "export" or not error.allocator:
+        if share == "export":
             raise
-        log.warning("kvtier: blocks go through a mirror in host memory, which is slower: %s", error)
+        log.warning("kvtier: %s: %s", SLOWER, error)
         return False
     return True

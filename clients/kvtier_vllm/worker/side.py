@@ -218,6 +218,7 @@ class WorkerSide:
         self.adopt(meta)
         if meta.weights != self._weights:
             self._renew(meta.weights)
+        self._share_otherwise()
         if meta.orders is not None:
             self._revoke(meta.orders.revoke)
             self._distrust(meta.orders.distrusted)
@@ -351,6 +352,18 @@ class WorkerSide:
         self._unsure = weights.heeded < self._changes
         self._part()
         self._attach()
+
+    def _share_otherwise(self) -> None:
+        """If the daemon cannot open the memory of the KV cache, attaches anew with another way of sharing, if
+        there is one. What is still under way ends as after the loss of a daemon."""
+        client, sharing = self._client, self._sharing
+        if client is None or sharing is None or client.memory_error is None:
+            return
+        other = sharing.otherwise(client.memory_error)
+        if other is not None:
+            self._part()
+            self._sharing = other
+            self._attach()
 
     def _part(self) -> None:
         """Parts from the daemon."""

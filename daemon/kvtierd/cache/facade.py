@@ -364,7 +364,13 @@ class Cache:
             core=core,
             sessions={session: known.about for session, known in self._sessions.items()},
             devices=tuple(
-                snapshot.DeviceSnapshot(device.name, device.idle, device.respawns)
+                snapshot.DeviceSnapshot(
+                    device.name,
+                    device.idle,
+                    device.respawns,
+                    dict(device.refused_imports),
+                    device.refused_why,
+                )
                 for device in workers.devices
                 if device.is_known
             ),

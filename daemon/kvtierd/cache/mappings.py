@@ -23,6 +23,12 @@ RELEASE_DEADLINE_S = 60.0
 that."""
 
 
+def _may_be_its_pid(refusal: Refusal) -> bool:
+    """Whether a worker with another PID might be allowed to open what this one was not: drivers take a
+    process of another PID namespace that has one's own PID for oneself, and refuse one's own handles."""
+    return refusal.reason is Reason.IMPORT_REFUSED and refusal.value == "CUDA_ERROR_INVALID_CONTEXT"
+
+
 @dataclass(slots=True)
 class _Mapped:
     """What one session has mapped, and in which worker."""
@@ -139,9 +145,21 @@ class Mappings:
         caller's. Raises Refusal, and then the chunks that were added are still there."""
         mapped = self._expected(session)
         registration = RegistrationId(next(self._registrations))
-        await self._workers.orders.map_memory(
-            mapped.worker, session, registration, fd, mapping_bytes, groups, ranges
-        )
+        try:
+            await self._workers.orders.map_memory(
+                mapped.worker, session, registration, fd, mapping_bytes, groups, ranges
+            )
+        except Refusal as refusal:
+            if _may_be_its_pid(refusal) and self._workers.lives.renew(mapped.worker):
+                raise Refusal(
+                    Reason.WORKER_UNAVAILABLE,
+                    "the driver does not let the copy worker open this memory; one with another PID is "
+                    "tried: register again in a second",
+                    field="worker",
+                    value=mapped.worker,
+                ) from refusal
+            raise
+        self._workers.lives.memory_mapped(mapped.worker)
         # If the session has ended meanwhile, the core refuses. The release of the words came after this
         # mapping on the worker's socket, and releases the memory with them.
         blocks = tuple(group.num_blocks for group in groups)

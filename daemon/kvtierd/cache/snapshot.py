@@ -81,6 +81,10 @@ class DeviceSnapshot:
     """It has no worker because no session needs one."""
     respawns: int
     """Workers started in place of lost ones."""
+    refused_imports: Mapping[str, int]
+    """How often the driver did not let its workers open an engine's memory, by the driver's error."""
+    refused_why: str
+    """What the last of these refusals said: the likely cause, and what to change."""
 
 
 @dataclass(frozen=True, slots=True)

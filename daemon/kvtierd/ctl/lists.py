@@ -7,6 +7,7 @@ from kvtier.v1.admin_pb2 import (
     InstanceStatus,
     ListNamespacesResponse,
     NamespaceStatus,
+    RefusedImports,
     SessionStatus,
     StatusResponse,
     TenantStatus,
@@ -85,8 +86,9 @@ def state_of(instance: InstanceStatus) -> str:
 
 def engines(status: StatusResponse) -> RenderableType:
     """The page of `kvtierctl engines`: the engines, and the processes of each."""
+    refused = refused_imports(status)
     if not status.instances:
-        return "no engine is attached"
+        return Group("no engine is attached", *refused) if refused else "no engine is attached"
     processes = [(each, process) for each in status.instances for process in each.sessions]
     notes = [
         Text(
@@ -98,7 +100,23 @@ def engines(status: StatusResponse) -> RenderableType:
         for each in status.instances
         if each.audit_mismatches
     ]
-    return Group(table(ENGINE, status.instances), *notes, Text(""), table(PROCESS, processes))
+    return Group(table(ENGINE, status.instances), *notes, *refused, Text(""), table(PROCESS, processes))
+
+
+def refused_imports(status: StatusResponse) -> list[Text]:
+    """What keeps the daemon from copying to and from engines' GPU memory itself, a note for each GPU."""
+    by_device: dict[str, list[RefusedImports]] = {}
+    for each in status.refused_imports:
+        by_device.setdefault(each.device, []).append(each)
+    return [
+        Text(
+            f"{device}: the memory of engines could not be opened "
+            f"{count(sum(each.count for each in found), 'time')}. Their blocks go through a mirror in host "
+            f"memory, which is slower, unless they are set to share=export. {found[0].why}",
+            "yellow",
+        )
+        for device, found in by_device.items()
+    ]
 
 
 def copy_workers(status: StatusResponse) -> list[WorkerStatus]:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvtierd.config.settings import human_size, size_and_parts
-from kvtierd.ctl.lists import DISK_PREFIX, TENANT, WORKER, copy_workers, engines
+from kvtierd.ctl.lists import DISK_PREFIX, TENANT, WORKER, copy_workers, engines, refused_imports
 from kvtierd.ctl.terminal import bar, facts, indented, state, table
 from kvtierd.ctl.text import count, duration, scrub_line
 
@@ -187,7 +187,7 @@ def _traffic(status: admin_pb2.StatusResponse) -> Facts:
 
 def _engines(status: admin_pb2.StatusResponse) -> RenderableType:
     if not status.instances:
-        return title("Engines", "none attached")
+        return Group(title("Engines", "none attached"), *map(indented, refused_imports(status)))
     return Group(title("Engines"), indented(engines(status)))
 
 

@@ -389,6 +389,13 @@ DECLARED = (
         "Rising: driver errors, or copies that hang; the log says which.",
         labels=("device",),
     ),
+    _counter(
+        "kvtier_imports_refused",
+        "How often the driver did not let a GPU's worker open an engine's memory, by the driver's error.",
+        "Above 0: engines copy through mirrors in host memory, which is slower, or not at all; kvtierctl "
+        "engines says what to change.",
+        labels=("device", "error"),
+    ),
     _gauge(
         "kvtier_device_mapped_bytes",
         "Bytes of engines' memory mapped by the device's copy worker.",

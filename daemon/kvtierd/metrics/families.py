@@ -185,6 +185,8 @@ def _workers(sheet: Sheet, snapshot: Snapshot) -> None:
             remote_bytes = max((worker.remote_bytes for worker in workers), default=0)
             sheet.set("kvtier_pool_registered_bytes", registered_bytes, device.name)
             sheet.set("kvtier_pool_remote_bytes", remote_bytes, device.name)
+            for error, count in device.refused_imports.items():
+                sheet.set("kvtier_imports_refused", count, device.name, error)
     copying = [worker for worker in snapshot.workers if not worker.device.startswith(DISK_PREFIX)]
     sheet.set("kvtier_parts_active", sum(worker.parts_active for worker in copying))
     for direction, totals in snapshot.copies.items():

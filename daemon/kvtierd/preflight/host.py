@@ -17,7 +17,10 @@ KERNEL_MIN_CONTAINERS = (6, 5)
 """The first Linux with SO_PEERPIDFD. Without it the daemon cannot see the death of a process in another pid
 namespace."""
 CUDA_MAJOR_LEAST = 12
+INITIAL_PID_NAMESPACE = 0xEFFF_FFFC
+"""The inode that the kernel gives the PID namespace of the host itself (PROC_PID_INIT_INO)."""
 DEV = Path("/dev")
+PROC = Path("/proc")
 SYS = Path("/sys")
 
 
@@ -101,6 +104,22 @@ def check_gpus(_: Situation) -> Iterator[Finding]:
             yield Finding("GPUs", Verdict.WARNING, found, f"{install}; {remedy}")
         else:
             yield Finding("GPUs", Verdict.OK, found)
+            yield from _check_sharing()
+
+
+def _check_sharing() -> Iterator[Finding]:
+    """Checks whether the driver may refuse to open engines' memory because of PID namespaces."""
+    if (PROC / "self/ns/pid").stat().st_ino == INITIAL_PID_NAMESPACE:
+        yield Finding("CUDA IPC", Verdict.OK, "kvtierd is in the host's PID namespace")
+        return
+    yield Finding(
+        "CUDA IPC",
+        Verdict.WARNING,
+        "kvtierd is in a PID namespace of its own: the driver may not let it open the memory of engines in "
+        "others",
+        "start it and the engines in one (hostPID, shareProcessNamespace, --pid), or let engines allocate "
+        "with expandable_segments:True; otherwise their blocks go through a mirror in host memory",
+    )
 
 
 def _gpu_nodes() -> list[str]:

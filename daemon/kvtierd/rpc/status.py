@@ -69,6 +69,11 @@ async def status_response(about: AboutDaemon, snapshot: Snapshot, viewer: Viewer
             _message(admin_pb2.DiskStatus, disk, disk.core, disk.core.counters) for disk in snapshot.disks
         ],
         counters=_message(admin_pb2.Counters, core.counters),
+        refused_imports=[
+            admin_pb2.RefusedImports(device=device.name, error=error, count=count, why=device.refused_why)
+            for device in snapshot.devices
+            for error, count in device.refused_imports.items()
+        ],
     )
     for each in core.instances:
         if viewer.sees(each.owner.tenant):

@@ -17,8 +17,9 @@ def maps_of_clients(worker_pid: int) -> int:
 
 
 def picture(daemon: Daemon) -> admin_pb2.StatusResponse:
-    """Everything Status tells, but for the passing of time."""
+    """Everything Status tells, but for the passing of time and counts of refusals."""
     status = daemon.status()
+    status.ClearField("refused_imports")
     status.ClearField("uptime_s")
     status.integrity.ClearField("sampled_slots")
     status.integrity.ClearField("sampled_bytes")

@@ -75,7 +75,7 @@ class TestMemory:
             ),
             (
                 lambda r: setattr(r.ranges[0].ipc, "handle", os.urandom(64)),
-                "DEVICE_MEMORY_INVALID",
+                "IMPORT_REFUSED",
                 "ranges[0].handle",
             ),
             (lambda r: setattr(r.ranges[0].ipc, "offset", 1), "DEVICE_MEMORY_INVALID", "ranges[0].offset"),
@@ -173,7 +173,7 @@ class TestMemory:
             exporter.communicate(timeout=DEADLINE_S)
         source = side_pb2.CudaIpc(handle=bytes.fromhex(handle), buffer_id=int(buffer_id))
         request.ranges.append(side_pb2.DeviceRange(bytes=request.mapping_bytes, ipc=source))
-        with nothing_changes(daemon), refusal("DEVICE_MEMORY_INVALID", "ranges[0].handle"):
+        with nothing_changes(daemon), refusal("IMPORT_REFUSED", "ranges[0].handle"):
             attached.register(request)
         assert gpu.imports() == 0
         attached.register_memory()

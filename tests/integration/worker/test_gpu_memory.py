@@ -142,7 +142,7 @@ async def test_a_handle_that_names_no_memory_is_refused(rig: Rig, gpu: Gpu) -> N
         DeviceRange(bytes=SIZE, offset=0, ipc_handle=b"\xff" * 64, buffer_id=1),
     ):
         refusal = await refused(rig, Described([range_]))
-        assert (refusal.reason, refusal.field) == (Reason.DEVICE_MEMORY_INVALID, "ranges[0].handle")
+        assert (refusal.reason, refusal.field) == (Reason.IMPORT_REFUSED, "ranges[0].handle")
 
 
 async def test_memory_of_another_gpu_is_refused(rig: Rig, other_gpu: Gpu) -> None:

@@ -21,6 +21,14 @@ class Workers:
         self.workers = {WorkerId(1): SimpleNamespace(pid=os.getpid())}
         self.orders = self.lives = self
         self.refuse: Refusal | None = None
+        self.renewable = False
+        self.mapped: list[WorkerId] = []
+
+    def renew(self, worker: WorkerId) -> bool:
+        return self.renewable
+
+    def memory_mapped(self, worker: WorkerId) -> None:
+        self.mapped.append(worker)
 
     async def worker_for(self, device: str) -> WorkerId:
         return WorkerId(1)
@@ -91,3 +99,26 @@ async def test_a_session_whose_worker_was_lost_begins_anew_and_may_change_its_de
     assert refusal.value.reason is Reason.NOT_ATTACHED
     await mappings.register_words(SESSION, "cpu", 0, 1, 1)
     assert mappings.expected(SESSION) == ("cpu", ())
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "renewable", "told"),
+    [
+        (Reason.IMPORT_REFUSED, "CUDA_ERROR_INVALID_CONTEXT", True, Reason.WORKER_UNAVAILABLE),
+        (Reason.IMPORT_REFUSED, "CUDA_ERROR_INVALID_CONTEXT", False, Reason.IMPORT_REFUSED),
+        (Reason.IMPORT_REFUSED, "CUDA_ERROR_MAP_FAILED", True, Reason.IMPORT_REFUSED),
+        (Reason.DEVICE_MEMORY_INVALID, "CUDA_ERROR_INVALID_CONTEXT", True, Reason.DEVICE_MEMORY_INVALID),
+    ],
+)
+async def test_only_what_another_pid_may_change_is_tried_with_another_worker(
+    mappings: Mappings, workers: Workers, reason: Reason, error: str, renewable: bool, told: Reason
+) -> None:
+    await mappings.register_words(SESSION, GPU, 0, 1, 1)
+    workers.refuse, workers.renewable = Refusal(reason, "no", value=error), renewable
+    with pytest.raises(Refusal) as refusal:
+        await mappings.register_memory(SESSION, None, 1, [])
+    assert refusal.value.reason is told
+    assert workers.mapped == []
+    workers.refuse = None
+    await mappings.register_memory(SESSION, None, 1, [])
+    assert workers.mapped == [WorkerId(1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,6 +104,7 @@ class Daemon:
     def __init__(self) -> None:
         self.requests: list[side_pb2.SideRequest] = []
         self.fds: list[int] = []
+        self.worker = os.getpid()
         self.refuse: dict[str, list[Reason]] = {}
         self.before: Callable[[str], None] = lambda body: None
 
@@ -139,8 +141,8 @@ class Daemon:
             raise KvtierError(self.refuse[body].pop(0), "no")
         match body:
             case "register_words":
-                words = side_pb2.WordsRegistered(worker_pid=os.getpid())
-                pidfd = os.pidfd_open(os.getpid())
+                words = side_pb2.WordsRegistered(worker_pid=self.worker)
+                pidfd = os.pidfd_open(self.worker)
                 return SideReply(side_pb2.SideResponse(words_registered=words), [pidfd])
             case "add_chunks":
                 return SideReply(side_pb2.SideResponse(chunks_added=side_pb2.ChunksAdded()), [])
@@ -319,6 +321,31 @@ def test_memory_that_is_refused_ends_the_session_and_leaves_no_descriptor(
     assert raised.value.reason is Reason.DEVICE_MEMORY_INVALID
     assert memory.exports[0].closed
     attached.session.lost("it was refused")
+
+
+def test_a_worker_that_ends_meanwhile_is_no_end_of_the_session(attached: Peer, daemon: Daemon) -> None:
+    """Its successor does not know the words, whatever it is asked."""
+    give(attached, GpuMemory())
+    process = subprocess.Popen(["sleep", "60"])
+    daemon.worker = process.pid
+
+    def end_worker(body: str) -> None:
+        if body == "register_memory":
+            process.kill()
+            process.wait()
+
+    daemon.before = end_worker
+    daemon.refuse = {"register_memory": [Reason.NOT_ATTACHED]}
+    with pytest.raises(NotRegisteredError) as raised:
+        daemon.perform(register(attached.session, None))
+    assert not raised.value.lasting
+    error = attached.session.memory.error
+    assert error is not None
+    assert error.reason is Reason.NOT_ATTACHED
+    daemon.worker = os.getpid()
+    daemon.perform(register(attached.session, None))
+    assert attached.session.memory.registration == 41
+    assert attached.session.memory.error is None
 
 
 def test_a_handle_that_is_still_open_as_another_allocation_is_asked_for_again(

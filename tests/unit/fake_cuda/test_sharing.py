@@ -15,6 +15,8 @@ from tests.unit.fake_cuda.refusals import refused
 
 MIB = 1 << 20
 CHUNK = 2 * MIB
+UID_OFFSET = 40
+"""Where a handle of the fake driver says whose it is."""
 
 
 def test_both_processes_see_the_same_bytes(raw: Raw, peer: Peer):
@@ -96,6 +98,44 @@ def test_a_new_allocation_at_the_old_address_has_the_old_handle_and_another_buff
 
 def test_the_exporter_cannot_open_its_own_handle(raw: Raw):
     refused(201, raw.open, raw.export(raw.alloc(MIB)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "exporter", "code"),
+    [
+        ({}, {"pid_namespace": 1}, 201),
+        ({"ipc_namespaces": 205}, {"pid_namespace": 1}, 205),
+        ({"ipc_namespaces": 0}, {"pid_namespace": 1}, 0),
+        ({}, {"shown_pid": os.getpid()}, 201),
+    ],
+    ids=["another namespace", "as others say", "a driver that does not mind", "the same PID"],
+)
+def test_what_is_said_of_drivers_between_containers(
+    make_fake_cuda: Callable[..., FakeCuda],
+    make_peer: Callable[..., Peer],
+    settings: dict[str, int],
+    exporter: dict[str, int],
+    code: int,
+):
+    fake = make_fake_cuda(**settings)
+    raw, peer = Raw(fake.library).start(), make_peer(fake, **exporter)
+    handle = peer.do("export", peer.do("alloc", MIB))
+    if code:
+        refused(code, raw.open, handle)
+    else:
+        raw.close(raw.open(handle))
+
+
+def test_a_driver_may_mind_whose_memory_it_is(
+    make_fake_cuda: Callable[..., FakeCuda], make_peer: Callable[..., Peer]
+):
+    fake = make_fake_cuda(ipc_users=1)
+    raw, peer = Raw(fake.library).start(), make_peer(fake)
+    handle = peer.do("export", peer.do("alloc", MIB))
+    raw.close(raw.open(handle))
+    others = bytearray(handle)
+    others[UID_OFFSET : UID_OFFSET + 4] = (os.geteuid() + 1).to_bytes(4, "little")
+    refused(205, raw.open, bytes(others))
 
 
 @pytest.mark.parametrize("handle", [bytes(64), b"x" * 64])

@@ -189,12 +189,12 @@ def busy_snapshot() -> Snapshot:
         core=core,
         sessions={SessionId(1): SessionAbout("scheduler and rank 0", 4321, "test 1", 940.0)},
         devices=(
-            DeviceSnapshot("cpu", False, 2),
-            DeviceSnapshot(GPU, False, 3),
-            DeviceSnapshot(IDLE_GPU, True, 4),
-            DeviceSnapshot(BROKEN_GPU, False, 5),
-            DeviceSnapshot("disk-0", False, 6),
-            DeviceSnapshot("disk-1", False, 7),
+            DeviceSnapshot("cpu", False, 2, {}, ""),
+            DeviceSnapshot(GPU, False, 3, {"CUDA_ERROR_INVALID_CONTEXT": 8}, "share a PID namespace"),
+            DeviceSnapshot(IDLE_GPU, True, 4, {}, ""),
+            DeviceSnapshot(BROKEN_GPU, False, 5, {}, ""),
+            DeviceSnapshot("disk-0", False, 6, {}, ""),
+            DeviceSnapshot("disk-1", False, 7, {}, ""),
         ),
         workers=(
             WorkerSnapshot("cpu", 777, "live", 2, 6, 3 << 20, 0, 0),

@@ -98,6 +98,7 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_worker_respawns_total{device=cpu}", 2),
         ("kvtier_device_mapped_bytes{device=cpu}", 3 << 20),
         (f"kvtier_worker_live{{device={GPU}}}", 1),
+        (f"kvtier_imports_refused_total{{device={GPU},error=CUDA_ERROR_INVALID_CONTEXT}}", 8),
         (f"kvtier_worker_live{{device={BROKEN_GPU}}}", 0),
         (f"kvtier_worker_respawns_total{{device={IDLE_GPU}}}", 4),
         (f"kvtier_device_mapped_bytes{{device={GPU}}}", 5 << 20),

@@ -27,6 +27,7 @@ from kvtierd.preflight import (
     asking,
     disks,
     examine,
+    host,
     listening,
     places,
     pool,
@@ -175,6 +176,22 @@ class TestHost:
         found = findings(many)["open files"]
         assert (found.verdict, found.field) == (Verdict.WARNING, "server.sessions_max")
         assert findings(config)["open files"].verdict is Verdict.OK
+
+    def test_where_gpus_are_the_pid_namespace_is_looked_at(
+        self, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(host, "_gpu_nodes", lambda: ["/dev/nvidiactl"])
+        monkeypatch.setattr(host, "ask", lambda _: [{"unreadable": [], "cuda": 13_000}])
+        (tmp_path / "self/ns").mkdir(parents=True)
+        namespace = tmp_path / "self/ns/pid"
+        namespace.touch()
+        monkeypatch.setattr(host, "PROC", tmp_path)
+        apart = findings(config)["CUDA IPC"]
+        assert apart.verdict is Verdict.WARNING
+        assert "hostPID" in apart.remedy
+        assert "expandable_segments:True" in apart.remedy
+        monkeypatch.setattr(host, "INITIAL_PID_NAMESPACE", namespace.stat().st_ino)
+        assert findings(config)["CUDA IPC"].verdict is Verdict.OK
 
     @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a driver")
     def test_without_a_driver_engines_on_cpus_are_served(self, config: Config) -> None:

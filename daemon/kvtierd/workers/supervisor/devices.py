@@ -1,8 +1,9 @@
 """Which device has which worker, when a worker may be started, and when it should be ended. It only
 decides."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvtierd.core.errors import Reason, Refusal
@@ -31,6 +32,13 @@ class SupervisedDevice:
     """The earliest time at which the next worker may be started."""
     last_why: str = ""
     """What became of its last worker; empty once another is live."""
+    refused_imports: "Counter[str]" = field(default_factory=Counter)
+    """How often the driver did not let its workers open an engine's memory, by the driver's error."""
+    refused_why: str = ""
+    """What the last of these refusals said: the likely cause, and what to change."""
+    renewed: bool = False
+    """Its worker was replaced to see whether one with another PID may open an engine's memory. That is not
+    done again before one has opened some."""
 
     @property
     def is_known(self) -> bool:
@@ -173,6 +181,25 @@ class SupervisedDevices:
         delay_s = device.delay_s
         device.delay_s = min(2 * delay_s, device.delay_max_s)
         return delay_s
+
+    def import_refused(self, handle: WorkerHandle, refusal: Refusal) -> None:
+        """The driver did not let a worker open an engine's memory."""
+        device = self._known[handle.device]
+        device.refused_imports[refusal.value] += 1
+        device.refused_why = refusal.message
+
+    def memory_mapped(self, handle: WorkerHandle) -> None:
+        """A worker has mapped an engine's memory."""
+        self._known[handle.device].renewed = False
+
+    def may_renew(self, handle: WorkerHandle) -> bool:
+        """Whether a live worker may be replaced by one with another PID, because it serves at most one
+        session. True once until an engine's memory was mapped."""
+        device = self._known[handle.device]
+        if device.permanent or device.renewed or len(handle.sessions) > 1:
+            return False
+        device.renewed = True
+        return True
 
     def idle(self, now_s: float) -> list[WorkerHandle]:
         """Live workers that no session has used for so long that they should be ended. `now_s` is the time of

@@ -282,6 +282,24 @@ class Lifecycle:
         )
         self._end(handle, refusal.message)
 
+    def renew(self, worker: WorkerId) -> bool:
+        """Ends a GPU's worker that serves at most one session; the next session that asks gets one with
+        another PID. Returns False, and does nothing, if it serves others as well, if it is not live, or if
+        that was tried before in vain."""
+        handle = self.workers.get(worker)
+        if handle is None or handle.state is not handles.WorkerProcessState.LIVE:
+            return False
+        if not self.devices.may_renew(handle) or not self._tell_to_stop(handle):
+            return False
+        self._end(handle, "one with another PID may be allowed to open the engine's memory")
+        return True
+
+    def memory_mapped(self, worker: WorkerId) -> None:
+        """A worker has mapped an engine's memory, so `renew` may be worth a try again."""
+        handle = self.workers.get(worker)
+        if handle is not None:
+            self.devices.memory_mapped(handle)
+
     def _is_new(self, handle: handles.WorkerHandle, why: str) -> bool:
         """Whether the log has not said this about the device yet. From now on it has."""
         told = (handle.device, why)

@@ -175,6 +175,8 @@ class Supervisor:
             return None
         if kind == "map_refused":
             refusal = refusal_of(message.map_refused)
+            if refusal.reason is Reason.IMPORT_REFUSED:
+                self.devices.import_refused(handle, refusal)
             request = handle.requests.pop(message.map_refused.request, None)
             if request is not None and not request.answer.done():
                 request.answer.set_exception(refusal)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from kvtier_kernels import DevicePlan
-from kvtier_kernels.cuda import Driver
+from kvtier_kernels.cuda import CudaError, Driver
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.copy.gpu import imports as imports_module
@@ -127,8 +127,46 @@ def test_the_handle_of_a_dead_process_is_refused(imports: Imports, engine: Engin
     one = engine.alloc(MIB)
     engine.close()
     refusal = refused(imports, message(by_handle(one, 100)))
-    assert (refusal.reason, refusal.field) == (Reason.DEVICE_MEMORY_INVALID, "ranges[0].handle")
-    assert "is the engine alive" in refusal.message
+    assert (refusal.reason, refusal.field) == (Reason.IMPORT_REFUSED, "ranges[0].handle")
+    assert "the engine has just ended" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("code", "sticky", "reason"),
+    [
+        (1, None, Reason.IMPORT_REFUSED),
+        (201, None, Reason.IMPORT_REFUSED),
+        (205, None, Reason.IMPORT_REFUSED),
+        (400, None, Reason.IMPORT_REFUSED),
+        (800, None, Reason.IMPORT_REFUSED),
+        (801, None, Reason.IMPORT_REFUSED),
+        (999, False, Reason.IMPORT_REFUSED),
+        (2, None, Reason.DEVICE_OUT_OF_MEMORY),
+        (217, None, Reason.DEVICE_MEMORY_INVALID),
+    ],
+)
+def test_what_a_mirror_gets_around_is_told_apart(
+    code: int,
+    sticky: bool | None,
+    reason: Reason,
+    imports: Imports,
+    engine: Engine,
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = engine.alloc(MIB)
+
+    def refuse(handle: bytes) -> int:
+        raise CudaError("cuIpcOpenMemHandle_v2", code, f"ERROR_{code}", sticky=sticky)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.driver, "ipc_open", refuse)
+        refusal = refused(imports, message(by_handle(one, 100)))
+    assert (refusal.reason, refusal.field) == (reason, "ranges[0].handle")
+    assert f"ERROR_{code}" in refusal.message
+    if reason is Reason.IMPORT_REFUSED:
+        assert refusal.value == f"ERROR_{code}"
+    imports.map(message(by_handle(one, 100)), [])[0].unmap()
 
 
 def test_a_range_beyond_its_allocation_is_refused(imports: Imports, engine: Engine) -> None:

@@ -15,6 +15,7 @@ from kvtier_kernels.cuda import IPC_HANDLE_BYTES, CudaError, DeviceInfo, Driver,
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.copy.gpu.fatal import context_guard, must_succeed
+from kvtierd.workers.copy.gpu.refused_imports import explain, is_refused
 
 RANGES_MAX = 4_096
 
@@ -203,18 +204,22 @@ class Imports:
                 )
             entry.times += 1
         try:
-            with _refused(
-                f"{field}.handle",
-                handle[:8].hex(),
-                "is the engine alive, and its memory on this GPU, from cuMemAlloc? In containers: give both "
-                "the host's IPC namespace, or let the engine copy through a mirror in host memory",
-            ):
-                base = self._driver.ipc_open(handle)
+            base = self._open_handle(f"{field}.handle", handle)
         except BaseException:
             self._forget(handle)
             raise
         memory.add(wanted.bytes, base + wanted.offset, _Handle(handle, base))
         self._check_place(f"{field}.offset", base, wanted.offset, wanted.bytes)
+
+    def _open_handle(self, field: str, handle: bytes) -> int:
+        """Opens a legacy handle. Raises Refusal, IMPORT_REFUSED if a mirror would do."""
+        with _refused(field, handle[:8].hex(), "is the engine's memory on this GPU, from cuMemAlloc?"):
+            try:
+                return self._driver.ipc_open(handle)
+            except CudaError as error:
+                if not is_refused(error):
+                    raise
+                raise Refusal(Reason.IMPORT_REFUSED, explain(error), field=field, value=error.name) from None
 
     def _map_chunks(
         self, memory: GpuMemory, index: int, wanted: wire.DeviceRange, chunks: Sequence[GpuChunk]
