@@ -17,7 +17,7 @@ from tests.support import sharing
 from tests.support.fake_cuda import fake_cuda as fake_cuda
 from tests.support.fake_cuda import make_fake_cuda as make_fake_cuda
 from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX, LeakCheck
-from tests.support.process import logs_of_daemons
+from tests.support.logs import kept_logs
 
 # Set by `make test`: there a missing engine is a failure, because a skipped proof is no proof.
 REQUIRE_VLLM = os.environ.get("KVTIER_REQUIRE_VLLM") == "1"
@@ -46,10 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Shows what daemons have logged if a test has failed: their folders are gone afterwards."""
+    """Shows what daemons and engines have logged if a test has failed: their folders are gone afterwards."""
     report = yield
     if report.failed and report.when != "teardown":
-        report.sections += logs_of_daemons().items()
+        report.sections += kept_logs().items()
     return report
 
 

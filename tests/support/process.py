@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from kvtierd.cli import entry
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import forks
+from tests.support.logs import keep_log
 
 DEADLINE_S = 60.0
 """The deadline for things that should take much less: only a broken daemon takes so long."""
@@ -30,19 +30,6 @@ def readable(descriptor: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(0.0, timeout_s) * 1_000))
-
-
-LOG_LINES_SHOWN = 60
-_started: "weakref.WeakSet[Daemon]" = weakref.WeakSet()
-
-
-def logs_of_daemons() -> dict[str, str]:
-    """The ends of the logs of all daemons that this process has started and still knows, by socket: what is
-    wanted when a test has failed."""
-    return {
-        f"log of the daemon at {daemon.socket}": "".join(daemon.log().splitlines(True)[-LOG_LINES_SHOWN:])
-        for daemon in _started
-    }
 
 
 class Daemon:
@@ -66,7 +53,7 @@ class Daemon:
         flags = [f"--{re.sub('[._]', '-', key)}={value}" for key, value in _flags(given)]
         log = run / f"log-{time.monotonic_ns()}"
         self._log = log.open("w+")
-        _started.add(self)
+        keep_log(self, f"log of the daemon at {self.socket}", Daemon.log)
         self.process = _start(wrap, ["serve", *flags], os.environ | {"KVTIER_CONFIG": ""}, log)
         self.pid = self.process.pid
         self.greeting = ""

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
+from tests.support.logs import keep_log
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Two seconds on a quiet machine with byte-compiled packages; minutes where everything is cold and the cores
@@ -143,6 +145,7 @@ class Engine:
     def __init__(self, process: EngineProcess, log: Path) -> None:
         self._process = process
         self._log = log
+        keep_log(self, f"log of the engine with pid {process.pid}", Engine._read_log)
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         # A thread reads the answers so that waiting for one can have a deadline; it ends with the pipe.
         threading.Thread(target=self._read_answers, daemon=True).start()
@@ -171,6 +174,9 @@ class Engine:
     def log(self) -> Path:
         """What it prints."""
         return self._log
+
+    def _read_log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     @property
     def alive(self) -> bool:
