@@ -260,6 +260,15 @@ static bool anything_mapped(uint64_t address, uint64_t bytes) {
     return false;
 }
 
+bool reservation_of(uint64_t address, uint64_t *base, uint64_t *bytes) {
+    const struct reservation *reservation = reservation_around(address, 1);
+    if (reservation) {
+        *base = reservation->base;
+        *bytes = reservation->bytes;
+    }
+    return reservation != NULL;
+}
+
 static void *reserve(uint64_t bytes, uint64_t alignment) {
     uint8_t *space = mmap(NULL, bytes + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (space == MAP_FAILED)

@@ -173,6 +173,9 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case 16: /* multiprocessors */
         *value = 132;
         return CUDA_SUCCESS;
+    case 20: /* compute mode */
+        *value = settings()->compute_mode;
+        return CUDA_SUCCESS;
     case 33: /* PCI bus */
         *value = (int)physical_device(device) + 1;
         return CUDA_SUCCESS;

@@ -144,11 +144,14 @@ EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdevi
     ENTER(cuMemGetAddressRange_v2);
     pthread_mutex_lock(&process_lock);
     const struct range *range = range_of(address);
-    if (range && base)
-        *base = range->base;
-    if (range && bytes)
-        *bytes = range->bytes;
     const bool found = range != NULL;
+    uint64_t first = found ? range->base : 0, size = found ? range->bytes : 0;
+    if (found && range->kind == MAPPED) /* as is said of real drivers */
+        reservation_of(address, &first, &size);
+    if (found && base)
+        *base = first;
+    if (found && bytes)
+        *bytes = size;
     pthread_mutex_unlock(&process_lock);
     if (!found)
         REFUSE(CUDA_ERROR_INVALID_VALUE, "%#llx is no device memory", (unsigned long long)address);

@@ -73,6 +73,8 @@ void registrations_forget(uint32_t device);
 void ranges_forget(uint32_t device);
 void chunks_forget(void);
 int chunk_handle_types(uint32_t index);
+/* The reservation in which an address lies. Under the lock. */
+bool reservation_of(uint64_t address, uint64_t *base, uint64_t *bytes);
 
 /* --- streams.c --- */
 struct copy {

@@ -76,6 +76,7 @@ static void read_all(void) {
     chosen.ipc_code = code("FAKE_CUDA_NO_IPC", 801);
     chosen.ipc_namespaces_code = (int)number("FAKE_CUDA_IPC_NAMESPACES", 201);
     chosen.ipc_users_code = code("FAKE_CUDA_IPC_USERS", 205);
+    chosen.compute_mode = (int)number("FAKE_CUDA_COMPUTE_MODE", 0);
     chosen.context_code = code("FAKE_CUDA_CONTEXT_FAIL", 2);
     chosen.eager = number("FAKE_CUDA_EAGER", 0) != 0;
     const char *memops = look_up("FAKE_CUDA_MEMOPS", "");

@@ -16,8 +16,9 @@ struct settings {
     uint64_t granularity;     /* FAKE_CUDA_GRANULARITY of virtual memory */
     bool mig;                 /* FAKE_CUDA_MIG: a MIG slice, which has no IPC */
     int ipc_code;             /* FAKE_CUDA_NO_IPC: 1, or the code with which exporting is refused */
-    int ipc_namespaces_code;  /* FAKE_CUDA_IPC_NAMESPACES: the code with which handles of other PID namespaces are refused; or 0 */
+    int ipc_namespaces_code;  /* FAKE_CUDA_IPC_NAMESPACES: with which code handles of other PID namespaces are refused; or 0 */
     int ipc_users_code;       /* FAKE_CUDA_IPC_USERS: 1, or the code with which another user's handle is refused */
+    int compute_mode;         /* FAKE_CUDA_COMPUTE_MODE, which is told, and changes nothing: 3 is EXCLUSIVE_PROCESS */
     int context_code;         /* FAKE_CUDA_CONTEXT_FAIL: 1, or the code with which a primary context is refused */
     bool eager;               /* FAKE_CUDA_EAGER: sources of batches with order ANY are read inside the call */
     bool memops_refused;      /* FAKE_CUDA_MEMOPS=none */

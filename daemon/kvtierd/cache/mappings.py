@@ -159,7 +159,6 @@ class Mappings:
                     value=mapped.worker,
                 ) from refusal
             raise
-        self._workers.lives.memory_mapped(mapped.worker)
         # If the session has ended meanwhile, the core refuses. The release of the words came after this
         # mapping on the worker's socket, and releases the memory with them.
         blocks = tuple(group.num_blocks for group in groups)

@@ -13,6 +13,10 @@ import sys
 SLAB_NAME = "kvtier.slab"
 MAGIC_STEM = b"KVTIERP"
 PAGE_BYTES = 4096
+COMPUTE_MODE = 20
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_MODE."""
+CLOSED_MODES = (2, 3)
+"""PROHIBITED and EXCLUSIVE_PROCESS."""
 
 
 def disk(folder: str) -> dict[str, object]:
@@ -102,15 +106,29 @@ def _direct(fd: int) -> bool:
 
 
 def gpus(nodes: list[str]) -> dict[str, object]:
-    """Which of the driver's files cannot be opened, and which CUDA version its library has."""
+    """Which of the driver's files cannot be opened, which CUDA version its library has, and which GPUs let no
+    second process in."""
     facts: dict[str, object] = {"unreadable": [n for n in nodes if not os.access(n, os.R_OK | os.W_OK)]}
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL(os.environ.get("KVTIER_CUDA_LIBRARY") or "libcuda.so.1")
         version = ctypes.c_int()
         library.cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError) as error:
         return facts | {"library_error": str(error)}
-    return facts | {"cuda": version.value}
+    return facts | {"cuda": version.value, "closed": _closed_to_others(library)}
+
+
+def _closed_to_others(library: ctypes.CDLL) -> list[int]:
+    """Ordinals of the GPUs that let no second process in. Makes no context."""
+    count, mode = ctypes.c_int(), ctypes.c_int()
+    if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)):
+        return []  # workers will say what is wrong
+    return [
+        ordinal
+        for ordinal in range(count.value)
+        if not library.cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, ordinal)
+        and mode.value in CLOSED_MODES
+    ]
 
 
 def _named(error: OSError) -> str:

@@ -10,11 +10,12 @@ from kvtier_kernels.cuda.contexts import Context
 from kvtier_kernels.cuda.copies import DESCRIPTORS_PER_CALL, Copies, CopyMethod
 from kvtier_kernels.cuda.devices import DeviceInfo, device_name
 from kvtier_kernels.cuda.driver import Driver, load
-from kvtier_kernels.cuda.errors import STICKY_CODES, CudaError, CudaUnavailableError
+from kvtier_kernels.cuda.errors import DEVICE_UNAVAILABLE, STICKY_CODES, CudaError, CudaUnavailableError
 from kvtier_kernels.cuda.memory import PointerInfo
 
 __all__ = [
     "DESCRIPTORS_PER_CALL",
+    "DEVICE_UNAVAILABLE",
     "HANDLE_TYPE_FABRIC",
     "HANDLE_TYPE_POSIX_FD",
     "IPC_HANDLE_BYTES",

@@ -3,6 +3,7 @@
 from typing import Final
 
 SUCCESS: Final = 0
+DEVICE_UNAVAILABLE: Final = 46
 NOT_READY: Final = 600
 UNKNOWN: Final = 999
 
@@ -71,7 +72,12 @@ through, although the context is as it was. After these the context is asked whe
 
 
 class CudaUnavailableError(Exception):
-    """This process cannot use CUDA. The message says what was tried and what to do."""
+    """This process cannot use CUDA. The message says what was tried and what to do. `code` is the driver's
+    error, or None if none was asked."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def init_advice(code: int) -> str:

@@ -138,7 +138,8 @@ class Library:
 
     def _unusable(self, name: str, code: int) -> errors.CudaUnavailableError:
         return errors.CudaUnavailableError(
-            f"{name} of {self.path} failed: {self.error_name(code)} ({code}); {errors.init_advice(code)}"
+            f"{name} of {self.path} failed: {self.error_name(code)} ({code}); {errors.init_advice(code)}",
+            code,
         )
 
 

@@ -18,7 +18,7 @@ class PointerInfo:
     buffer_id: int = 0
     """The id of the allocation. No two allocations of a process ever have the same."""
     base: int = 0
-    """Start of the allocation, or of the mapping, in which the address lies."""
+    """Start of the allocation, or of the chunk's mapping, in which the address lies."""
     size: int = 0
     is_legacy_ipc_capable: bool = False
     allowed_handle_types: int = 0
@@ -32,6 +32,9 @@ _ATTRIBUTES: Final = (
     abi.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
     abi.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES,
 )
+
+
+_MAPPING: Final = (abi.POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, abi.POINTER_ATTRIBUTE_MAPPING_SIZE)
 
 
 class MemoryCalls:
@@ -57,20 +60,34 @@ class MemoryCalls:
 
     def pointer_info(self, ptr: int) -> PointerInfo:
         """What the driver knows about any address, host memory included."""
-        values = _attributes(self.library, ptr)
+        values = _attributes(self.library, ptr, _ATTRIBUTES)
         if values[abi.POINTER_ATTRIBUTE_MEMORY_TYPE] != abi.MEMORYTYPE_DEVICE:
             return PointerInfo(is_device=False)
-        base, size = abi.CUdeviceptr(), c_size_t()
-        self.library.call("cuMemGetAddressRange_v2", byref(base), byref(size), ptr)
+        is_legacy = bool(values[abi.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE])
+        handle_types = values[abi.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES]
+        base, size = self._mapping(ptr) if handle_types and not is_legacy else self._allocation(ptr)
         return PointerInfo(
             is_device=True,
             ordinal=values[abi.POINTER_ATTRIBUTE_DEVICE_ORDINAL],
             buffer_id=values[abi.POINTER_ATTRIBUTE_BUFFER_ID],
-            base=base.value,
-            size=size.value,
-            is_legacy_ipc_capable=bool(values[abi.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE]),
-            allowed_handle_types=values[abi.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES],
+            base=base,
+            size=size,
+            is_legacy_ipc_capable=is_legacy,
+            allowed_handle_types=handle_types,
         )
+
+    def _mapping(self, ptr: int) -> tuple[int, int]:
+        """Base and bytes of the mapping of a chunk. (Of these, cuMemGetAddressRange is said to answer the
+        whole reservation.)"""
+        found = _attributes(self.library, ptr, _MAPPING)
+        return found[abi.POINTER_ATTRIBUTE_MAPPING_BASE_ADDR], found[abi.POINTER_ATTRIBUTE_MAPPING_SIZE]
+
+    def _allocation(self, ptr: int) -> tuple[int, int]:
+        """Base and bytes of an allocation of cuMemAlloc. (Of these, the attributes may tell of a larger block
+        that several share.)"""
+        base, size = abi.CUdeviceptr(), c_size_t()
+        self.library.call("cuMemGetAddressRange_v2", byref(base), byref(size), ptr)
+        return base.value, size.value
 
     # ---- memory of other processes
 
@@ -118,11 +135,11 @@ class MemoryCalls:
         return ptr.value
 
 
-def _attributes(library: Library, ptr: int) -> dict[int, int]:
-    """The _ATTRIBUTES of an address; all 0 for memory that the driver does not know."""
-    n = len(_ATTRIBUTES)
+def _attributes(library: Library, ptr: int, wanted: tuple[int, ...]) -> dict[int, int]:
+    """The wanted attributes of an address; all 0 for memory that the driver does not know."""
+    n = len(wanted)
     # The driver writes 1, 4 or 8 bytes, depending on the attribute's type; the rest stays 0.
     values = (c_uint64 * n)()
     targets = (c_void_p * n)(*(addressof(values) + 8 * i for i in range(n)))
-    library.call("cuPointerGetAttributes", n, (c_int * n)(*_ATTRIBUTES), targets, ptr)
-    return dict(zip(_ATTRIBUTES, values, strict=True))
+    library.call("cuPointerGetAttributes", n, (c_int * n)(*wanted), targets, ptr)
+    return dict(zip(wanted, values, strict=True))

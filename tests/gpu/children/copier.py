@@ -8,7 +8,7 @@ from typing import Any
 from tests.gpu.parts.child import Handler
 from tests.gpu.parts.device import take_device
 from tests.gpu.parts.host import HostMemory
-from tests.gpu.parts.loops import CopyLoop
+from tests.gpu.parts.loops import FLIGHTS, CopyLoop
 
 
 class Copier:
@@ -41,6 +41,8 @@ class Copier:
                 region_bytes=self._region_bytes,
                 fragment_bytes=fields["fragment_bytes"],
                 prefer_overlap=fields["prefer_overlap"],
+                batch_bytes=fields.get("batch_bytes", 0),
+                flights=fields.get("flights", FLIGHTS),
             ).start()
             for direction in fields["directions"]
         ]

@@ -46,11 +46,14 @@ class Answer:
 class Child:
     """One such process. `kill` is SIGKILL; leaving the `with` ends it in any case."""
 
-    def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, module: str, environment: Mapping[str, str] | None = None, wrap: Sequence[str] = ()
+    ) -> None:
+        """`wrap`: words before its command, which run it. Its `pid` is then theirs."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.children", module, str(theirs.fileno())],
+                [*wrap, sys.executable, "-m", "tests.gpu.children", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=None if environment is None else {**os.environ, **environment},

@@ -22,8 +22,8 @@ STOP_S = 30.0
 
 
 class CopyLoop:
-    """Copies the fragments of a region, each time in another order, two batches in flight, until it is
-    stopped."""
+    """Copies fragments of a region, each time in another order, two batches in flight unless told otherwise,
+    until it is stopped."""
 
     def __init__(
         self,
@@ -35,9 +35,13 @@ class CopyLoop:
         region_bytes: int,
         fragment_bytes: int,
         prefer_overlap: bool = False,
+        batch_bytes: int = 0,
+        flights: int = FLIGHTS,
     ) -> None:
+        """`batch_bytes`: of one batch; 0 for the whole region. `flights`: batches on the stream at once."""
         rng = np.random.default_rng()
-        count = min(4_096, region_bytes // fragment_bytes)
+        count = min(4_096, max(1, (batch_bytes or region_bytes) // fragment_bytes))
+        self._flights = flights
         self._batches = [
             (
                 scattered(device_address, region_bytes, fragment_bytes, count, rng),
@@ -79,12 +83,12 @@ class CopyLoop:
         try:
             copies = Copies(driver, prefer_overlap=self._prefer_overlap)
             stream = driver.stream_create()
-            events = [driver.event_create() for _ in range(FLIGHTS)]
+            events = [driver.event_create() for _ in range(self._flights)]
             flying: deque[int] = deque()
             turn = 0
             begin = time.perf_counter()
             while not self._stopping.is_set():
-                if len(flying) == FLIGHTS:
+                if len(flying) == self._flights:
                     driver.event_synchronize(flying.popleft())
                     self.copied_bytes += self._batch_bytes
                 device, host = self._batches[turn % BATCHES]
@@ -92,7 +96,7 @@ class CopyLoop:
                     copies.to_device(device, host, self._sizes, stream)
                 else:
                     copies.to_host(host, device, self._sizes, stream)
-                event = events[turn % FLIGHTS]
+                event = events[turn % self._flights]
                 driver.event_record(event, stream)
                 flying.append(event)
                 turn += 1

@@ -357,7 +357,8 @@ class TestDevice:
         session.attach()
         for _ in range(3):
             message = self.refused(daemon, session, UNKNOWN, "DEVICE_UNKNOWN")
-            assert gpu.name in message, "those that are there are named"
+            assert UNKNOWN in message
+            assert "nvidia-smi -L" in message
         [said] = self.said(daemon, UNKNOWN)
         assert '"DEVICE_UNKNOWN"' in said
         session.device = gpu.name
@@ -401,11 +402,22 @@ class TestDevice:
         session.register_words()
         assert [worker.device for worker in gpu_workers(daemon)] == [gpu.name]
 
+    @pytest.mark.parametrize("fake", [{"context_fail": 46}], indirect=True)
+    def test_a_gpu_for_one_process_only(
+        self, fake: FakeCuda, start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, value in fake.environment.items():
+            monkeypatch.setenv(name, value)
+        daemon = start()
+        message = self.refused(daemon, _attached(daemon, connect), fake.device_name(), "DEVICE_UNAVAILABLE")
+        assert "nvidia-smi -c DEFAULT" in message
+        assert "CUDA_MPS_PIPE_DIRECTORY" in message
+
     @pytest.mark.parametrize("fake", [{"mig": 1}], indirect=True)
     def test_a_mig_instance(self, daemon: Daemon, connect: Connect, gpu: FakeGpu) -> None:
         session = connect()
         session.attach()
-        assert "MIG" in self.refused(daemon, session, gpu.name, "DEVICE_UNAVAILABLE")
+        assert "MIG" in self.refused(daemon, session, gpu.name, "DEVICE_UNKNOWN")
 
     @pytest.mark.slow
     def test_more_devices_than_any_host_has(

@@ -120,6 +120,9 @@ class TestOnDemand:
         assert here.worker_pid != there.worker_pid
         assert {worker.device for worker in gpu_workers(daemon)} == {gpu.name, second.name}
         for session in (here, there):
+            seen = fake.calls("cuDeviceGetUuid_v2", session.worker_pid)
+            assert seen == 1, "it sees its own GPU alone, because cuInit touches all that are visible"
+        for session in (here, there):
             session.fill(session.worker_pid)
             assert session.store(hashes(2, seed=session.worker_pid), [0, 1]).state == DONE
         os.kill(there.worker_pid, signal.SIGKILL)

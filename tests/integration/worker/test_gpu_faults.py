@@ -183,6 +183,7 @@ UNUSABLE = [
     ({"FAKE_CUDA_VERSION": "11080"}, Reason.DEVICE_UNAVAILABLE, "update the driver"),
     ({"KVTIER_CUDA_LIBRARY": "/nowhere/libcuda.so.1"}, Reason.DEVICE_UNAVAILABLE, "/nowhere/libcuda.so.1"),
     ({"CUDA_VISIBLE_DEVICES": "1"}, Reason.DEVICE_UNKNOWN, "000000000001"),
+    ({"CUDA_VISIBLE_DEVICES": "7"}, Reason.DEVICE_UNKNOWN, "nvidia-smi -L"),
     ({"CUDA_VISIBLE_DEVICES": "1"}, Reason.DEVICE_UNKNOWN, "let the daemon see the engine's GPU"),
 ]
 
@@ -213,7 +214,7 @@ async def test_a_slice_of_a_gpu_is_refused(start_rig: StartRig) -> None:
     rig = await start_rig(worker=False, environment={"FAKE_CUDA_MIG": "1"})
     with pytest.raises(Refusal, match="MIG") as refusal:
         await rig.supervisor.lives.worker_for(rig.device.replace("-8000-", "-8100-"))
-    assert refusal.value.reason == Reason.DEVICE_UNAVAILABLE
+    assert refusal.value.reason == Reason.DEVICE_UNKNOWN
 
 
 @on(Mode("gpu-batch", 12_040, "batch"))

@@ -22,13 +22,9 @@ class Workers:
         self.orders = self.lives = self
         self.refuse: Refusal | None = None
         self.renewable = False
-        self.mapped: list[WorkerId] = []
 
     def renew(self, worker: WorkerId) -> bool:
         return self.renewable
-
-    def memory_mapped(self, worker: WorkerId) -> None:
-        self.mapped.append(worker)
 
     async def worker_for(self, device: str) -> WorkerId:
         return WorkerId(1)
@@ -118,7 +114,3 @@ async def test_only_what_another_pid_may_change_is_tried_with_another_worker(
     with pytest.raises(Refusal) as refusal:
         await mappings.register_memory(SESSION, None, 1, [])
     assert refusal.value.reason is told
-    assert workers.mapped == []
-    workers.refuse = None
-    await mappings.register_memory(SESSION, None, 1, [])
-    assert workers.mapped == [WorkerId(1)]

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,10 +35,11 @@ from kvtierd.preflight import (
     require,
 )
 
+from tests.support.fake_cuda import FakeCuda
+
 PLENTY = 1 << 50
 NOBODY = 65_534
 MIB = 1 << 20
-
 
 GIVEN = {"metrics.listen": Given("", "--metrics-listen")}
 """Somebody has chosen the metrics port."""
@@ -192,6 +193,26 @@ class TestHost:
         assert "expandable_segments:True" in apart.remedy
         monkeypatch.setattr(host, "INITIAL_PID_NAMESPACE", namespace.stat().st_ino)
         assert findings(config)["CUDA IPC"].verdict is Verdict.OK
+
+    @pytest.mark.parametrize(("mode", "closed"), [(0, 0), (2, 2), (3, 2)])
+    def test_gpus_that_let_no_second_process_in_are_named(
+        self,
+        config: Config,
+        mode: int,
+        closed: int,
+        make_fake_cuda: Callable[..., FakeCuda],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        fake = make_fake_cuda(devices=2, compute_mode=mode)
+        for name, value in fake.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(host, "_gpu_nodes", lambda: ["/dev/null"])
+        found = findings(config)
+        assert found["GPUs"].found == "driver for CUDA 13.0"
+        assert ("compute mode" in found) == bool(closed)
+        if closed:
+            assert found["compute mode"].found == "no second process may use GPU 0, 1"
+            assert "nvidia-smi -c DEFAULT" in found["compute mode"].remedy
 
     @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a driver")
     def test_without_a_driver_engines_on_cpus_are_served(self, config: Config) -> None:

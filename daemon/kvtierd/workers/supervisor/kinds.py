@@ -1,11 +1,14 @@
 """What a worker is: its program, what it is told and inherits, and the deadlines that it has to keep."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 DISK_PREFIX = "disk-"
 """Begins the device names of disks: disk-0, disk-1, … by their place in the configuration."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+NO_MPS = "/nonexistent/kvtierd-uses-no-mps"
 IO_THREADS_MAX = 8
 """The most threads of a disk's worker. Its status page has a word for each."""
 
@@ -29,6 +32,8 @@ class WorkerKind:
     """For the answer to MapWords, MapMemory or AddChunks."""
     fds: tuple[int, ...] = ()
     """Descriptors that it inherits besides those of the pool, its channel and its status page."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it has instead of the daemon's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,17 @@ class DiskOptions:
     @property
     def device(self) -> str:
         return disk_device(self.number)
+
+
+def gpu_environment(device: str, of_daemon: Mapping[str, str]) -> dict[str, str]:
+    """What a GPU's worker is to find in its environment, unless the daemon's says something itself.
+
+    It sees its own GPU alone, because cuInit touches every GPU that is visible. It is no client of a running
+    MPS server: the daemon kills workers that hang, and NVIDIA leaves undefined what the end of a client in
+    the middle of its work does to the server's other clients, which are the engines.
+    """
+    usual = {VISIBLE: device, MPS_PIPES: NO_MPS}
+    return {name: value for name, value in usual.items() if name not in of_daemon}
 
 
 def disk_device(number: int) -> str:

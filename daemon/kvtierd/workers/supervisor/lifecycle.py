@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import PEER_CLOSED, close_fds
 from kvtierd.workers.supervisor import handles
 from kvtierd.workers.supervisor.devices import SupervisedDevices
-from kvtierd.workers.supervisor.kinds import DiskOptions, WorkerKind, disk_worker
+from kvtierd.workers.supervisor.kinds import DiskOptions, WorkerKind, disk_worker, gpu_environment
 from kvtierd.workers.supervisor.process import EXITED_WELL, WorkerProcess
 from kvtierd.workers.supervisor.reserve import DescriptorReserve
 from kvtierd.workers.supervisor.watch import Watch
@@ -236,6 +237,7 @@ class Lifecycle:
             handshake_deadline_s=limits.gpu_handshake_deadline_s if on_gpu else limits.handshake_deadline_s,
             operation_deadline_s=limits.copy_deadline_s,
             map_deadline_s=limits.gpu_map_deadline_s if on_gpu else limits.map_deadline_s,
+            environment=gpu_environment(device, os.environ) if on_gpu else {},
         )
 
     def _packet(self, handle: handles.WorkerHandle, packet: bytes, fds: list[int]) -> None:

@@ -171,6 +171,7 @@ class WorkerOrders:
                 value=f"{planes} planes, {len(ranges)} ranges",
             )
         await self._map(worker, session, request, [] if fd is None else [fd], packet)
+        self._lives.memory_mapped(worker)
 
     async def _map(
         self, worker: WorkerId, session: SessionId, request: int, fds: Sequence[int], packet: bytes

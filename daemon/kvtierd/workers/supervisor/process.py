@@ -59,7 +59,8 @@ class WorkerProcess:
             }
             fds = (pool_fd, theirs.fileno(), status_fd, *kind.fds)
             try:
-                self._popen = _start(kind.module, arguments, fds, environment)
+                own = {**kind.environment, **(environment or {})}
+                self._popen = _start(kind.module, arguments, fds, own)
             except BaseException:
                 ours.close()
                 raise
@@ -111,7 +112,7 @@ class WorkerProcess:
 
 
 def _start(
-    module: str, arguments: Mapping[str, object], fds: Sequence[int], environment: Mapping[str, str] | None
+    module: str, arguments: Mapping[str, object], fds: Sequence[int], environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     # -P: nothing in the working directory can shadow a module.
     command = [sys.executable, "-P", "-m", module]
@@ -122,5 +123,5 @@ def _start(
             command,
             stdin=subprocess.DEVNULL,
             pass_fds=fds,
-            env={**os.environ, **_WORKER_ENVIRONMENT, **(environment or {})},
+            env={**os.environ, **_WORKER_ENVIRONMENT, **environment},
         )

@@ -30,6 +30,21 @@ REGISTER_RETRY_S = 0.05
 REGISTER_FAILURES_MAX = 3
 """After so many failures in the background, the pool is registered only as it is used."""
 
+NOT_VISIBLE = (100, 101)
+"""CUDA_ERROR_NO_DEVICE and CUDA_ERROR_INVALID_DEVICE: with which cuInit fails if CUDA_VISIBLE_DEVICES names
+a GPU that is not there."""
+
+SHOW_IT = (
+    "let the daemon see the engine's GPU (CUDA_VISIBLE_DEVICES; in a container NVIDIA_VISIBLE_DEVICES, or "
+    "its request for GPUs) and start it again; nvidia-smi -L lists those that are there"
+)
+
+EXCLUSIVE = (
+    "the GPU lets no second process in: its compute mode is EXCLUSIVE_PROCESS or PROHIBITED. Set it to "
+    "DEFAULT (nvidia-smi -c DEFAULT); or, if an MPS server is to serve the daemon too, start the daemon with "
+    "the server's CUDA_MPS_PIPE_DIRECTORY"
+)
+
 LOCK_DEADLINE_S_MAX = 5.0
 """How long to wait for another GPU's worker to finish registering an area, which takes about 25 ms."""
 
@@ -161,11 +176,7 @@ def _find(driver: cuda.Driver, name: str) -> cuda.DeviceInfo:
     try:
         gpu = driver.device(name)
     except LookupError as error:
-        message = (
-            f"{error}: let the daemon see the engine's GPU (CUDA_VISIBLE_DEVICES; in a container "
-            "NVIDIA_VISIBLE_DEVICES, or its request for GPUs) and start it again"
-        )
-        raise _refusal(Reason.DEVICE_UNKNOWN, message, name) from None
+        raise _refusal(Reason.DEVICE_UNKNOWN, f"{error}: {SHOW_IT}", name) from None
     if gpu.is_mig:
         raise _refusal(
             Reason.DEVICE_UNAVAILABLE,
@@ -195,6 +206,9 @@ def _unusable(name: str) -> Iterator[None]:
     try:
         yield
     except cuda.CudaUnavailableError as error:
+        if error.code in NOT_VISIBLE:
+            message = f"there is no {name} here, or it is a MIG instance, which shares no memory: {SHOW_IT}"
+            raise _refusal(Reason.DEVICE_UNKNOWN, f"{message} ({error})", name) from None
         raise _refusal(Reason.DEVICE_UNAVAILABLE, str(error), name) from None
     except cuda.CudaError as error:
         if error.code == OUT_OF_MEMORY:
@@ -204,6 +218,8 @@ def _unusable(name: str) -> Iterator[None]:
                 f"gpu_memory_utilization ({error})",
                 name,
             ) from None
+        if error.code == cuda.DEVICE_UNAVAILABLE:
+            raise _refusal(Reason.DEVICE_UNAVAILABLE, f"{EXCLUSIVE} ({error})", name) from None
         raise _refusal(Reason.DEVICE_UNAVAILABLE, f"the GPU cannot be used: {error}", name) from None
 
 
