@@ -305,6 +305,7 @@ def test_files_that_cannot_be_used_change_nothing_and_are_complained_of_once(rem
 # --- those who only want to disturb ---
 
 
+@pytest.mark.long
 def test_handshakes_that_do_not_end_and_crowds_are_bounded_and_harm_no_engine(
     remote: Remote, victim: RawSession
 ) -> None:

@@ -309,7 +309,7 @@ def test_what_the_machine_forbids_is_mirrored_with_one_warning(
     assert insisting.finished["computed"] == output_of(prompt(100), 8)
 
 
-@pytest.mark.parametrize("share", ["auto", "export"])
+@pytest.mark.parametrize("share", ["auto", pytest.param("export", marks=pytest.mark.long)])
 def test_memory_that_the_daemon_may_not_open_is_mirrored_from_the_next_step_on(
     share: str, machine: Machine, told: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def test_it_cleans_up_on_disks_too(start: Start, tier: Tier) -> None:
     assert (status.blocks.ready, sum(disk.blocks for disk in status.disks)) == (0, 0)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused_with_the_limit(daemon: Daemon) -> None:
     for option, limit in (("--size=1GiB", "at most"), ("--block=0", "at least"), ("--block=1GiB", "larger")):
         said = bench(daemon, option)
