@@ -33,7 +33,8 @@ at every registration, so nothing else is needed after the daemon was restarted,
 back and taken again (`client.release_memory`, `client.register_memory`).
 
 If the driver does not let other processes map the memory, `memory.check()` raises NotExportableError. Such
-memory is mirrored in host memory, which is slower: see `MirrorMemory(memory, groups)`.
+memory is mirrored in host memory, which is slower: see `MirrorMemory(memory, groups)`. Where only the daemon
+is not let in, as between some containers, `client.memory_error` says so (Reason.IMPORT_REFUSED).
 
 The GPU's primary context, which is the engine's, is retained, and made current only around each call of ours.
 Nothing here waits for the engine's work.

@@ -16,7 +16,7 @@ from rich.text import Text
 from kvtierd.cli.commands import Configurable, configurable, given_by, load
 from kvtierd.ctl.terminal import show
 from kvtierd.ctl.text import count
-from kvtierd.preflight import Finding, Verdict, examine
+from kvtierd.preflight import OF_DOCTOR, Finding, Verdict, examine
 from kvtierd.preflight.user import acting_as, owner
 
 EXIT_FAILED = 1
@@ -51,7 +51,7 @@ def doctor(
     if os.geteuid() not in (0, looks_as.pw_uid):
         raise click.BadParameter("only root can look as another user", param_hint="--user")
     with acting_as(looks_as):
-        findings = examine(loaded, may_run=True)
+        findings = examine(loaded, may_run=True, checks=OF_DOCTOR)
     if as_json:
         click.echo(json.dumps([plain(each) for each in findings], indent=2))
     else:

@@ -1,7 +1,7 @@
 """What has to hold before a daemon starts: one list of checks, for `kvtierd serve` and `kvtierctl doctor`.
 
 The checks make and change nothing. `serve` refuses with all failures at once and logs the warnings, and
-`doctor` shows everything. A check has the same verdict for both.
+`doctor` shows everything, and asks one thing more. A check has the same verdict for both.
 """
 
 import time
@@ -13,6 +13,7 @@ from kvtierd.preflight.disks import check_disks
 from kvtierd.preflight.encryption import check_keys
 from kvtierd.preflight.findings import Finding, NotReadyError, Situation, Verdict
 from kvtierd.preflight.host import (
+    check_compute_modes,
     check_gpus,
     check_kernel,
     check_limits,
@@ -22,7 +23,7 @@ from kvtierd.preflight.listening import check_ports, check_sockets, daemon_at
 from kvtierd.preflight.pool import check_pool
 from kvtierd.preflight.remote import check_remote
 
-__all__ = ["Finding", "NotReadyError", "Verdict", "examine", "require"]
+__all__ = ["OF_DOCTOR", "Finding", "NotReadyError", "Verdict", "examine", "require"]
 
 Check = Callable[[Situation], Iterator[Finding]]
 
@@ -38,6 +39,9 @@ CHECKS: Sequence[Check] = (
     check_gpus,
     check_numa,
 )
+OF_DOCTOR: Sequence[Check] = (*CHECKS, check_compute_modes)
+"""`doctor` also asks what initialises GPUs' driver, for which a start does not wait: a worker that is not let
+in says the same."""
 OF_HOLDERS: Sequence[Check] = (check_pool, check_ports)
 """The checks that are repeated while the pool's previous owner ends."""
 POLL_S = 0.1

@@ -104,15 +104,22 @@ def check_gpus(_: Situation) -> Iterator[Finding]:
             yield Finding("GPUs", Verdict.WARNING, found, f"{install}; {remedy}")
         else:
             yield Finding("GPUs", Verdict.OK, found)
-            if closed := facts.get("closed"):
-                yield Finding(
-                    "compute mode",
-                    Verdict.WARNING,
-                    f"no second process may use GPU {', '.join(map(str, closed))}",
-                    "set it to DEFAULT (nvidia-smi -c DEFAULT), or start the daemon with the "
-                    "CUDA_MPS_PIPE_DIRECTORY of the MPS server that the engines use",
-                )
             yield from _check_sharing()
+
+
+def check_compute_modes(_: Situation) -> Iterator[Finding]:
+    """Checks whether GPUs let a second process in, beside their engine. Initialises the driver."""
+    if not _gpu_nodes():
+        return
+    [facts] = ask([["closed-gpus"]])
+    if facts is not None and (closed := facts.get("closed")):
+        yield Finding(
+            "compute mode",
+            Verdict.WARNING,
+            f"no second process may use GPU {', '.join(map(str, closed))}",
+            "set it to DEFAULT (nvidia-smi -c DEFAULT), or start the daemon with the CUDA_MPS_PIPE_DIRECTORY "
+            "of the MPS server that the engines use",
+        )
 
 
 def _check_sharing() -> Iterator[Finding]:

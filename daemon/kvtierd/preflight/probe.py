@@ -106,29 +106,34 @@ def _direct(fd: int) -> bool:
 
 
 def gpus(nodes: list[str]) -> dict[str, object]:
-    """Which of the driver's files cannot be opened, which CUDA version its library has, and which GPUs let no
-    second process in."""
+    """Which of the driver's files cannot be opened, and which CUDA version its library has."""
     facts: dict[str, object] = {"unreadable": [n for n in nodes if not os.access(n, os.R_OK | os.W_OK)]}
     try:
-        library = ctypes.CDLL(os.environ.get("KVTIER_CUDA_LIBRARY") or "libcuda.so.1")
+        library = _driver()
         version = ctypes.c_int()
         library.cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError) as error:
         return facts | {"library_error": str(error)}
-    return facts | {"cuda": version.value, "closed": _closed_to_others(library)}
+    return facts | {"cuda": version.value}
 
 
-def _closed_to_others(library: ctypes.CDLL) -> list[int]:
-    """Ordinals of the GPUs that let no second process in. Makes no context."""
-    count, mode = ctypes.c_int(), ctypes.c_int()
+def closed_gpus() -> dict[str, object]:
+    """Ordinals of the GPUs that let no second process in. Initialises the driver, which may take seconds and
+    touches every GPU, and makes no context."""
+    library, count, mode = _driver(), ctypes.c_int(), ctypes.c_int()
     if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)):
-        return []  # workers will say what is wrong
-    return [
+        return {"closed": []}  # workers will say what is wrong
+    closed = [
         ordinal
         for ordinal in range(count.value)
         if not library.cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, ordinal)
         and mode.value in CLOSED_MODES
     ]
+    return {"closed": closed}
+
+
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL(os.environ.get("KVTIER_CUDA_LIBRARY") or "libcuda.so.1")
 
 
 def _named(error: OSError) -> str:
@@ -137,7 +142,13 @@ def _named(error: OSError) -> str:
 
 if __name__ == "__main__":
     try:
-        facts = disk(sys.argv[2]) if sys.argv[1] == "disk" else gpus(sys.argv[2:])
+        match sys.argv[1]:
+            case "disk":
+                facts = disk(sys.argv[2])
+            case "closed-gpus":
+                facts = closed_gpus()
+            case _:
+                facts = gpus(sys.argv[2:])
     except OSError as error:
         facts = {"error": _named(error)}
     print(json.dumps(facts))

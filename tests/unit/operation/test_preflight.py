@@ -21,6 +21,7 @@ from kvtierd.config.settings import Given
 from kvtierd.ctl import commands as ctl
 from kvtierd.memory import HostPool
 from kvtierd.preflight import (
+    OF_DOCTOR,
     Finding,
     NotReadyError,
     Verdict,
@@ -207,8 +208,11 @@ class TestHost:
         for name, value in fake.environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(host, "_gpu_nodes", lambda: ["/dev/null"])
-        found = findings(config)
+        found = {
+            each.name: each for each in examine(Loaded(config, GIVEN, None), may_run=True, checks=OF_DOCTOR)
+        }
         assert found["GPUs"].found == "driver for CUDA 13.0"
+        assert "compute mode" not in findings(config), "a start does not initialise the driver"
         assert ("compute mode" in found) == bool(closed)
         if closed:
             assert found["compute mode"].found == "no second process may use GPU 0, 1"

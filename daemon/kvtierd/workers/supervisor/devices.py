@@ -192,9 +192,9 @@ class SupervisedDevices:
         """A worker has mapped an engine's memory."""
         self._known[handle.device].renewed = False
 
-    def may_renew(self, handle: WorkerHandle) -> bool:
-        """Whether a live worker may be replaced by one with another PID, because it serves at most one
-        session. True once until an engine's memory was mapped."""
+    def claim_renewal(self, handle: WorkerHandle) -> bool:
+        """Whether a live worker is to be replaced by one with another PID, because it serves at most one
+        session. Answers True once until an engine's memory was mapped."""
         device = self._known[handle.device]
         if device.permanent or device.renewed or len(handle.sessions) > 1:
             return False

@@ -33,7 +33,7 @@ class WorkerKind:
     fds: tuple[int, ...] = ()
     """Descriptors that it inherits besides those of the pool, its channel and its status page."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that it has instead of the daemon's own."""
+    """Variables that it has besides the daemon's own."""
 
 
 @dataclass(frozen=True, slots=True)

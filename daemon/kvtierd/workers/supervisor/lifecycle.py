@@ -291,7 +291,7 @@ class Lifecycle:
         handle = self.workers.get(worker)
         if handle is None or handle.state is not handles.WorkerProcessState.LIVE:
             return False
-        if not self.devices.may_renew(handle) or not self._tell_to_stop(handle):
+        if not self.devices.claim_renewal(handle) or not self._tell_to_stop(handle):
             return False
         self._end(handle, "one with another PID may be allowed to open the engine's memory")
         return True
