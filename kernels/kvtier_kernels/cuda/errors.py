@@ -3,6 +3,7 @@
 from typing import Final
 
 SUCCESS: Final = 0
+INVALID_VALUE: Final = 1
 DEVICE_UNAVAILABLE: Final = 46
 NOT_READY: Final = 600
 UNKNOWN: Final = 999

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier_kernels.cuda import abi
+from kvtier_kernels.cuda.errors import INVALID_VALUE, CudaError
 from kvtier_kernels.cuda.library import Library
 
 
@@ -78,9 +79,15 @@ class MemoryCalls:
 
     def _mapping(self, ptr: int) -> tuple[int, int]:
         """Base and bytes of the mapping of a chunk. (Of these, cuMemGetAddressRange is said to answer the
-        whole reservation.)"""
-        found = _attributes(self.library, ptr, _MAPPING)
-        return found[abi.POINTER_ATTRIBUTE_MAPPING_BASE_ADDR], found[abi.POINTER_ATTRIBUTE_MAPPING_SIZE]
+        whole reservation. It is asked only where a driver does not know the attributes.)"""
+        try:
+            found = _attributes(self.library, ptr, _MAPPING)
+        except CudaError as error:
+            if error.code != INVALID_VALUE:
+                raise
+            return self._allocation(ptr)
+        base, size = found[abi.POINTER_ATTRIBUTE_MAPPING_BASE_ADDR], found[abi.POINTER_ATTRIBUTE_MAPPING_SIZE]
+        return (base, size) if size else self._allocation(ptr)
 
     def _allocation(self, ptr: int) -> tuple[int, int]:
         """Base and bytes of an allocation of cuMemAlloc. (Of these, the attributes may tell of a larger block

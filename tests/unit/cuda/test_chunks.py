@@ -119,3 +119,20 @@ def test_addresses_without_access_cannot_be_copied(gpu: Gpu) -> None:
     back = np.zeros(n, np.uint8)
     with pytest.raises(CudaError):
         driver.copy_to_host(back.ctypes.data, ptr, n)
+
+
+def test_a_chunk_is_told_from_its_neighbour_and_a_driver_that_cannot_is_asked_otherwise(gpu: Gpu) -> None:
+    driver, n = gpu.driver, gpu.driver.chunk_granularity(0)
+    reserved = driver.reserve(2 * n)
+    for index in range(2):
+        chunk = driver.chunk_create(n, 0)
+        driver.map_chunk(reserved + index * n, n, chunk)
+        driver.chunk_release(chunk)
+    info = driver.pointer_info(reserved + n + 5)
+    assert (info.base, info.size) == (reserved + n, n)
+    gpu.fail("cuPointerGetAttributes", 1, n=2)  # the call after the one that tells what kind of memory it is
+    older = driver.pointer_info(reserved + n + 5)
+    assert (older.base, older.size) == (reserved, 2 * n), "what cuMemGetAddressRange answers"
+    gpu.fail("cuPointerGetAttributes", 700, n=2)
+    with pytest.raises(CudaError):
+        driver.pointer_info(reserved)
