@@ -18,6 +18,7 @@ import vllm
 from kvtier_vllm.connector import KvtierConnector
 from kvtier_vllm.groups import HYBRID_VLLM
 from kvtier_vllm.model.namespace import version_of
+from kvtier_vllm.scheduler import holding
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
@@ -40,6 +41,8 @@ pytestmark = [
 BLOCKS = 80
 """vLLM itself comes to a standstill with fewer than its longest request needs in all groups."""
 SEEDS = range(rounds(2, 20))
+NONE_TO_SPARE = 1.0
+"""A `SPARE_FRACTION` with which no store of a window holds its blocks, so that they are given to others."""
 Make = Callable[..., HybridEngine]
 
 MODELS: dict[str, Sequence[Kind]] = {
@@ -287,6 +290,32 @@ def test_sliding_window_release_mid_store(
     assert not storer(engine)._readers
 
 
+def test_blocks_that_leave_a_window_are_held_until_they_are_stored(
+    make: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the copies are, while vLLM has other blocks to give away: a store that is withdrawn takes
+    the end of its window with it, without which the prefix cannot be loaded."""
+    monkeypatch.setenv("KVTIER_TEST_WORKER_FAULT", "slow-copy:100")
+    host.restart()
+    engine = make((FULL, WINDOW, WINDOW), blocks=64)
+    engine.add("first", prompt(150), max_tokens=220)
+    left_while_held = False
+    while "first" not in engine.finished:
+        engine.step()
+        holds = storer(engine).holds
+        left_while_held |= any(map(holds._solely, holds._users))
+    assert left_while_held, "no copy was slower than the window"
+    wait_stored(engine)
+    monkeypatch.delenv("KVTIER_TEST_WORKER_FAULT")
+    host.restart()
+    wait_ready(engine, host)
+    engine.forget()
+    engine.add("again", prompt(150), max_tokens=220)
+    engine.run()
+    assert engine.cached["again"] == 144
+    all_came_back(engine)
+
+
 def test_loads_that_wait_leave_each_other_room(make: Make, host: DaemonHost) -> None:
     """vLLM reserves nothing for the next blocks of a window. Here three requests with their loads would hold
     58 of 70 blocks, the first would need 21 more, and none gives any back."""
@@ -329,7 +358,10 @@ def test_loads_that_wait_leave_each_other_room(make: Make, host: DaemonHost) -> 
     pytest.fail("some of it was missed each time")
 
 
-def test_all_stores_of_a_shared_block_end_when_it_is_given_away(make: Make, host: DaemonHost) -> None:
+def test_all_stores_of_a_shared_block_end_when_it_is_given_away(
+    make: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "SPARE_FRACTION", NONE_TO_SPARE)
     engine = make((FULL, WINDOW))
     [worker] = host.status().workers
     os.kill(worker.pid, signal.SIGSTOP)
@@ -355,9 +387,10 @@ def test_all_stores_of_a_shared_block_end_when_it_is_given_away(make: Make, host
 
 
 def test_a_store_ends_when_another_connector_is_given_its_block_to_load_into(
-    make: Make, host: DaemonHost
+    make: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's MultiConnector tells of such blocks only when they are allocated: nothing is computed there."""
+    monkeypatch.setattr(holding, "SPARE_FRACTION", NONE_TO_SPARE)
     engine = make((FULL, WINDOW))
     [worker] = host.status().workers
     os.kill(worker.pid, signal.SIGSTOP)

@@ -4,6 +4,9 @@ This is needed for requests that are over while stores still read their blocks: 
 request, and what is held comes back without a message from vLLM or a worker, even if the engine takes no
 further step.
 
+It is of use for blocks of a window, which leave a running request as soon as the window has passed them:
+while vLLM has others to give away, a store of theirs need not be withdrawn.
+
 It is also needed where vLLM writes to blocks before connectors hear that a request has lost them. vLLM zeroes
 new blocks of models with recurrent layers, or of mixed precision, at the very beginning of a step. And the
 state of a recurrent layer leaves its request two steps after it was computed. In these cases stores hold
@@ -20,6 +23,8 @@ from typing import Any, Protocol
 FRACTION_MAX = 0.5
 """The largest share of the engine's blocks that is held at once. Most of these are their request's as well,
 and cost nothing more."""
+SPARE_FRACTION = 0.25
+"""The share of the engine's blocks that must be free if some are to be held that leave their requests."""
 SOON_S = 0.25
 """vLLM need not wait for blocks that have been held for longer: they are not expected back at once."""
 
@@ -91,6 +96,12 @@ class BlockHolds:
     def has_room(self, blocks: int, planned: int = 0) -> bool:
         """Returns whether so many more blocks may be held, beside `planned` ones. The first always may."""
         return not (self._holds or planned) or self._count + planned + blocks <= self._most
+
+    def can_spare(self, blocks: int) -> bool:
+        """Returns whether so many more blocks, which requests use now, may be held when these have left them,
+        without vLLM running short of blocks."""
+        free = self._pool.get_num_free_blocks()
+        return self._count + blocks <= self._most and free >= SPARE_FRACTION * len(self._pool.blocks)
 
     def hold(self, number: int, block_ids: Sequence[int]) -> None:
         """Holds these blocks for a store until `release`: they keep their content until then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,14 @@ TRANSFERS_MAX = 256
 """The most stores in flight. Further blocks wait, and go with later ones of their request."""
 BLOCKS_MAX = 2_048
 """The most blocks of one store, far below what the daemon takes."""
-PAUSE_S = 0.5
-"""How long nothing is stored after a store was refused."""
-FAILURES_MAX = 3
+PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 0.5
+"""How long nothing is stored after a store was refused: twice as long after each further one, until one
+succeeds. A pool that is full for a moment must not cost a short request all that it still has to store."""
+FAILURES_MAX = 8
 """The most failures of one request; with more, nothing of it is stored any more."""
+PENDING_S = 0.05
+"""After so long the daemon is asked again for blocks that another store was still writing, which may have
+failed."""
 SEND_BLOCKS, SEND_STEPS = 32, 4
 """Stores are sent together, because each message costs the engine's process a few hundred microseconds: when
 they have so many blocks, or when the first of them is so many steps old. That makes no difference to a prompt
@@ -123,9 +128,10 @@ class Storer:
     requests that have some, because a transfer costs both sides much more than its blocks do.
 
     What a store reads must stay as it is until its part is over. Blocks of full attention stay with their
-    request as long as it runs. For blocks that leave it earlier there are two ways: `withdraw` ends stores
-    whose blocks are given to others, before anything is written there; with `holds_at_once`, vLLM does not
-    give them to others at all. When a request is over, `keep` holds what its stores still read.
+    request as long as it runs. Blocks that leave it earlier are held from the beginning, so that vLLM does
+    not give them to others, if it has enough of them; if not, `withdraw` ends the stores whose blocks are
+    given away, before anything is written there. When a request is over, `keep` holds what its stores still
+    read.
     """
 
     def __init__(
@@ -140,8 +146,8 @@ class Storer:
     ) -> None:
         """threshold: after how many requests with the same block it is stored.
         events: is told what the daemon holds.
-        holds_at_once: whether stores hold what they read from the beginning, and not only when its request is
-            over.
+        holds_at_once: whether stores of any group must hold what they read from the beginning, because
+            `withdraw` would be too late.
         """
         most = KNOWN_MAX // len(groups.shapes)
         self.known = tuple(KnownBlocks(clock, most) for _ in groups.shapes)
@@ -164,7 +170,10 @@ class Storer:
         """The stores that read a block which may leave its request; several if requests share it."""
         self.unsent_blocks = self._unsent_since = 0
         """How many blocks may still wait to be sent, and since which step."""
+        self._pause_s = PAUSE_MIN_S
         self._paused_until_s = 0.0
+        self._pending: deque[tuple[float, StoreState, int, int]] = deque()
+        """What to submit again, and when: a request's blocks in a group, from this one on."""
 
     @property
     def has_room(self) -> bool:
@@ -173,9 +182,9 @@ class Storer:
 
     @property
     def busy(self) -> bool:
-        """Whether there are stores whose end is not known. Without any, `poll` finds nothing, and no request
-        can have lost blocks that are read."""
-        return bool(self._stores)
+        """Whether there are stores whose end is not known, of this engine or of others. Without any, `poll`
+        finds nothing, and no request can have lost blocks that are read."""
+        return bool(self._stores or self._pending)
 
     @property
     def watches(self) -> bool:
@@ -311,9 +320,10 @@ class Storer:
         for share in shares:
             share.request.open[number] = part
             share.request.under_way += 1
-        if self._holds_at_once and self.holds is not None:
+        leave = bool(self._groups.shapes[group].window_blocks)
+        if self.holds is not None and (self._holds_at_once or (leave and self.holds.can_spare(len(sources)))):
             self.holds.hold(number, sources)
-        elif self._groups.shapes[group].window_blocks:
+        elif leave:
             for block in sources:
                 self._readers.setdefault(block, []).append(number)
         return StoreOrder(tuple(share.name for share in shares), part, sources, adapter)
@@ -346,6 +356,9 @@ class Storer:
             if not outcome.done and store.transfer.part is not None:
                 failed.append(store.transfer.part)
             self._account(store, outcome)
+        while self._pending and self._pending[0][0] <= self._clock():
+            _, request, group, first = self._pending.popleft()
+            request.next_block[group] = min(request.next_block[group], first)
         return failed
 
     def withdraw(self, block_ids: Iterable[int]) -> list[PartRef]:
@@ -372,16 +385,17 @@ class Storer:
         opened = list(request.open.items())
         parts: list[PartRef] = []
         for number, part in opened:
-            if number not in self._stores:  # the daemon that it was submitted to is gone
+            if self.holds is not None and number in self.holds:  # the store goes on, and holds what it reads
+                if number in self._stores:
+                    self._part(request, self._stores[number])
+            elif number not in self._stores:  # the daemon that it was submitted to is gone
                 parts.append(part)
-            elif self._holds_at_once:  # the store goes on, and holds what it reads
-                self._part(request, self._stores[number])
             else:
                 self._withdraw(number)
                 parts.append(part)
         request.open.clear()
         request.next_block = [0] * len(self.known)
-        return [] if self._holds_at_once else parts
+        return parts
 
     def keep(self, request: StoreState) -> bool:
         """Holds what the open stores of a request that is over read. Returns False if that is not possible:
@@ -416,7 +430,8 @@ class Storer:
         """Forgets what the daemon holds, because it is another one, or has restarted."""
         for known in self.known:
             known.clear()
-        self._paused_until_s = 0.0
+        self._pending.clear()
+        self._pause_s, self._paused_until_s = PAUSE_MIN_S, 0.0
 
     def _forget_gone(
         self, client: Client, group: int, hashes: Sequence[bytes], first: int, end: int, kept: Kept
@@ -450,11 +465,11 @@ class Storer:
 
     def _withdraw(self, number: int) -> PartRef | None:
         """Gives up a store whose part must be withdrawn before anything is written. Nothing of it counts any
-        more, and its requests try again to store what they still have. Returns the part."""
+        more, and once it has ended, its requests try again to store what they still have: until then the
+        daemon takes those blocks for blocks that are being stored. Returns the part."""
         store = self._stores[number]
         for share in store.shares:
             share.request.open.pop(number, None)
-            self._try_again(share, store.group, 0)
             share.request, share.given_up = self.new_state(share.origin.request), True
         self._forget_reader(number, store)
         self.counters.withdrawn += 1
@@ -467,7 +482,8 @@ class Storer:
                 share.request, share.given_up = self.new_state(share.origin.request), True
 
     def _try_again(self, share: _Share, group: int, position: int) -> None:
-        next_block = share.request.next_block
+        """Has the share's blocks from this one on submitted again, if its request still has them."""
+        next_block = share.origin.next_block
         next_block[group] = min(next_block[group], share.indexes[position])
 
     def _read_no_more(self, number: int, store: _Store, *, fenced: bool) -> None:
@@ -496,7 +512,7 @@ class Storer:
         first, failed = 0, False
         for share in store.shares:
             end = first + len(share.hashes)
-            good, first_bad = _judged(results[first:end], outcome.succeeded[first:end])
+            good, first_bad, first_pending = _judged(results[first:end], outcome.succeeded[first:end])
             if share.origin.made is not None:
                 for place in good:
                     if results[first + place] is StoreResult.ACCEPTED:
@@ -505,43 +521,53 @@ class Storer:
             self.known[store.group].add(hashes, store.kept)
             self._announce(share.origin.request, store.group, indexes, hashes)
             self.counters.blocks += len(good)
-            if first_bad is not None and not share.given_up:
+            if first_bad is not None:
+                failed |= not share.given_up
                 self._failed(share, store.group, first_bad)
-                failed = True
+            if first_pending is not None:
+                again_s = self._clock() + PENDING_S
+                self._pending.append((again_s, share.origin, store.group, share.indexes[first_pending]))
             first = end
         if failed:
             self._pause()
+        elif outcome.done:
+            self._pause_s = PAUSE_MIN_S
 
     def _refused(self, store: _Store) -> None:
         """Handles a store of which nothing was stored."""
-        left = [share for share in store.shares if not share.given_up]
-        for share in left:
+        for share in store.shares:
             self._failed(share, store.group, 0)
-        if left:
+        if not all(share.given_up for share in store.shares):
             self._pause()
 
     def _failed(self, share: _Share, group: int, position: int) -> None:
-        """Has what was not stored tried again with its request's next blocks, which need it."""
-        share.request.failures += 1
+        """Has what was not stored tried again with its request's next blocks, which need it. That a store was
+        given up does not count against its request."""
+        share.origin.failures += not share.given_up
         self._try_again(share, group, position)
 
     def _pause(self) -> None:
         self.counters.refused += 1
-        self._paused_until_s = self._clock() + PAUSE_S
+        self._paused_until_s = self._clock() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
 
 
-def _judged(results: Sequence[StoreResult], succeeded: bytes) -> tuple[list[int], int | None]:
-    """Returns which blocks of a share the daemon holds, and the first that it has refused or lost."""
+def _judged(results: Sequence[StoreResult], succeeded: bytes) -> tuple[list[int], int | None, int | None]:
+    """Returns which blocks of a share the daemon holds, the first that it has refused or lost, and the first
+    that another store is writing."""
     if succeeded.count(1) == len(results):  # the usual case
-        return list(range(len(results))), None
+        return list(range(len(results))), None, None
     good: list[int] = []
     first_bad: int | None = None
+    first_pending: int | None = None
     for place, result in enumerate(results):
         if (place < len(succeeded) and succeeded[place] == 1) or result is StoreResult.EXISTS:
             good.append(place)
-        elif result is not StoreResult.PENDING and first_bad is None:
+        elif result is StoreResult.PENDING:
+            first_pending = place if first_pending is None else first_pending
+        elif first_bad is None:
             first_bad = place
-    return good, first_bad
+    return good, first_bad, first_pending
 
 
 def _in_pieces(shares: list[_Share], most: int) -> Iterator[list[_Share]]:
