@@ -1,4 +1,5 @@
-"""Renders records as tables and plots, with the distance to each of DESIGN's targets.
+"""Renders records as tables and plots, with what they would change in the design, and the distance to each of
+its targets.
 
     python tests/gpu/report.py RECORD.json [MORE.json …] [--out DIR]
 
@@ -17,7 +18,7 @@ REPO = Path(__file__).resolve().parents[2]
 if str(REPO) not in sys.path:  # run as a script
     sys.path.insert(0, str(REPO))
 
-from tests.gpu import figures  # noqa: E402
+from tests.gpu import figures, stop_rules  # noqa: E402
 from tests.gpu.record import DONE, FAKE_STATEMENT, Record, Row, StepRecord, load  # noqa: E402
 from tests.gpu.targets import TARGETS  # noqa: E402
 
@@ -32,7 +33,7 @@ def write(paths: list[Path], out: Path) -> str:
     plots = {name: drawing for name, draw in figures.PLOTS.items() if (drawing := draw(merged)) is not None}
     for name, drawing in plots.items():
         (out / f"{name}.svg").write_text(drawing)
-    sections = [header(records), targets(merged), steps(merged)]
+    sections = [header(records), stop_rules.table(merged), targets(merged), steps(merged)]
     sections += [f"![{name}]({name}.svg)" for name in plots]
     sections += [section(step) for step in merged.steps]
     (out / "report.md").write_text("\n\n".join(sections) + "\n")

@@ -3,6 +3,7 @@ matrix.
 
     python tests/gpu/run.py                         everything, within 540 s; results under tests/gpu/results/
     python tests/gpu/run.py --steps ceiling,batches some steps of the matrix, without the suite
+    python tests/gpu/run.py --call 1                the first of four calls of ten minutes (calls.py)
     python tests/gpu/run.py --fake                  the same steps, tiny, on the fake driver: does it all run?
 
 Needs no network. Each step runs in a process group of its own with a deadline; one that fails is recorded and
@@ -26,6 +27,7 @@ if str(REPO) not in sys.path:  # run as a script
     sys.path.insert(0, str(REPO))
 
 from tests.gpu import machine, report  # noqa: E402
+from tests.gpu.calls import CALLS  # noqa: E402
 from tests.gpu.isolate import run_step  # noqa: E402
 from tests.gpu.plan import BY_NAME, MATRIX, PROBE, Step  # noqa: E402
 from tests.gpu.prepare import CannotPrepareError, prepare  # noqa: E402
@@ -47,7 +49,8 @@ def main() -> int:
     started = datetime.datetime.now(datetime.UTC)
     facts = machine.hardware()
     name = f"{machine.short_name(facts, arguments.fake)}-{started:%Y-%m-%d}"
-    out: Path = (arguments.out or RESULTS / name).resolve()
+    folder: Path = (arguments.out or RESULTS / name).resolve()
+    out = folder / f"call-{arguments.call}" if arguments.call else folder
     out.mkdir(parents=True, exist_ok=True)
     log = out / "log.txt"
     log.write_text("")
@@ -60,6 +63,8 @@ def main() -> int:
         conditions=machine.conditions() | {"budget_s": arguments.budget_s, "arguments": sys.argv[1:]},
     )
     record.flush()
+    if said := machine.said_by("nvidia-smi", "-q"):
+        (out / "nvidia-smi.txt").write_text(said)
     try:
         with driver(arguments.fake) as more, scratch() as pools:
             prepared = prepare(arguments.build, arguments.wheels, log)
@@ -72,7 +77,8 @@ def main() -> int:
         print(f"run.py: {error}", file=sys.stderr)
         return 2
     finally:
-        print(report.write([record.path], out))
+        records = sorted(folder.glob("call-*/results.json")) if arguments.call else [record.path]
+        print(report.write(records, folder))
     return 1 if any(step.state in (FAILED, LATE) for step in record.steps) else 0
 
 
@@ -144,6 +150,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for everything (default 540)")
     parser.add_argument("--suite-s", type=float, help="seconds for the suite at most (default: 40 %% of it)")
     parser.add_argument("--step-s", type=float, default=600.0, help="seconds for one step at most")
+    parser.add_argument(
+        "--call",
+        type=int,
+        choices=CALLS,
+        help="one of four parts, most important first: "
+        + "; ".join(f"{number} {call.title}" for number, call in CALLS.items()),
+    )
     parser.add_argument("--steps", help="names, separated by commas (default: all); without the suite")
     parser.add_argument("--no-suite", dest="suite", action="store_false", help="only measure")
     parser.add_argument("--no-matrix", dest="matrix", action="store_false", help="only probe and check")
@@ -152,7 +165,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--build", choices=("auto", "always", "never"), default="auto")
     parser.add_argument("--commit", default="", help="names the source where there is no git")
     arguments = parser.parse_args()
+    if arguments.call and (arguments.steps or not arguments.suite or not arguments.matrix):
+        parser.error("--call says itself what runs: leave out --steps, --no-suite and --no-matrix")
     chosen = list(MATRIX) if arguments.matrix else []
+    if arguments.call:
+        call = CALLS[arguments.call]
+        arguments.suite = call.suite
+        chosen = [BY_NAME[step] for step in call.steps]
     if arguments.steps:
         names = arguments.steps.split(",")
         if unknown := [name for name in names if name not in BY_NAME]:
@@ -161,7 +180,7 @@ def parse() -> argparse.Namespace:
         arguments.suite = False
     arguments.steps = chosen
     if arguments.suite_s is None:
-        arguments.suite_s = SUITE_SHARE * arguments.budget_s
+        arguments.suite_s = (1.0 if arguments.suite and not chosen else SUITE_SHARE) * arguments.budget_s
     return arguments
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.calls import CALLS
 from tests.gpu.parts.child import Child
 from tests.gpu.parts.workloads import DECODE, GEMM
+from tests.gpu.plan import MATRIX
 from tests.gpu.record import DONE, FAILED, LATE, SKIPPED, Record, StepRecord, load
 from tests.gpu.report import write
 
@@ -114,6 +116,72 @@ def test_of_several_records_the_later_one_counts(tmp_path: Path) -> None:
         paths.append(record.path)
     write(paths, tmp_path)
     assert "÷ ceiling | ≥ 0.97  | 0.99 | met |" in (tmp_path / "report.md").read_text()
+
+
+def judged(tmp_path: Path, what: str, **steps: list[dict[str, Any]]) -> str:
+    """What the report's table says of the rule with these words."""
+    record = record_of(tmp_path)
+    for name, rows in steps.items():
+        record.add(StepRecord(name, "-", name, DONE, rows=rows))
+    write([record.path], tmp_path)
+    [line] = [
+        line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith(f"| {what}")
+    ]
+    return line.split("|")[2].strip()
+
+
+def small(p99_us: float, chunk_mib: int, flights: int) -> dict[str, Any]:
+    where = {"chunk_mib": chunk_mib, "flights": flights, "fragment_kib": 512}
+    return {"kind": "small copy", "way": "d2h", "beside": "both", "p99_us": p99_us} | where
+
+
+def batch(beside: str, p50_us: float) -> dict[str, Any]:
+    return {"kind": "calls", "call": "batch of 16 x 1024 KiB d2h", "beside": beside, "p50_us": p50_us}
+
+
+def shape(name: str, rate: float) -> dict[str, Any]:
+    where = {"way": "h2d", "fragment_bytes": 8 << 10, "planes": 32, "run_blocks": 1}
+    return {"shape": name, "gb_per_s": rate} | where
+
+
+def under(hint: bool, x_p99: float) -> dict[str, Any]:
+    who = {"workload": "decode", "copies": "dma by a process beside", "way": "both"}
+    return who | {"overlap_hint": hint, "fragment_bytes": 512 << 10, "x_p99": x_p99}
+
+
+OPEN = {"case": "two namespaces", "legacy": "ok", "chunk": "ok"}
+SPINNER = "kernels of another process"
+JUDGED: list[tuple[str, dict[str, list[dict[str, Any]]], str]] = [
+    ("Such a handle is refused across PID namespaces", {"sharing": [OPEN]}, "no"),
+    ("Such a handle is refused across PID namespaces", {"sharing": [OPEN | {"legacy": "201"}]}, "**yes**"),
+    ("A descriptor is refused", {"sharing": [OPEN | {"legacy": "201"}]}, "no"),
+    ("Such a handle is refused between equal", {"sharing": [OPEN]}, "not measured"),
+    ("Batches wait", {"slices": [batch("idle", 400), batch(SPINNER, 900)]}, "no"),
+    ("Batches wait", {"slices": [batch("idle", 400), batch(SPINNER, 1500)]}, "**yes**"),
+    ("Batches wait", {"slices": [batch("idle", 400)]}, "not measured"),
+    ("An engine's small copies", {"slices": [small(1100, 32, 2), small(90, 4, 1)]}, "**yes**"),
+    ("Pacing is in vain", {"slices": [small(1100, 32, 2), small(90, 4, 1)]}, "no"),
+    ("An engine's small copies", {"slices": [small(200, 32, 2), small(90, 4, 1)]}, "no"),
+    ("Pacing is in vain", {"slices": [small(200, 32, 2), small(90, 4, 1)]}, "**yes**"),
+    ("Small fragments", {"shapes": [shape("batch", 5), shape("rows", 20)]}, "**yes**"),
+    ("Small fragments", {"shapes": [shape("batch", 20), shape("rows", 20)]}, "no"),
+    ("The overlap flag", {"interference": [under(True, 1.3), under(False, 1.01)]}, "**yes**"),
+    ("The overlap flag", {"interference": [under(True, 1.0), under(False, 1.01)]}, "no"),
+    ("Something that checks bytes", {"end_to_end": [{"wrong_blocks": 1}]}, "**yes**"),
+    ("Something that checks bytes", {"soak": [{}]}, "no"),
+]
+
+
+@pytest.mark.parametrize(("what", "steps", "so_it_is"), JUDGED)
+def test_the_report_says_what_would_change_the_design(
+    tmp_path: Path, what: str, steps: dict[str, list[dict[str, Any]]], so_it_is: str
+) -> None:
+    assert judged(tmp_path, what, **steps) == so_it_is
+
+
+def test_the_four_calls_run_every_step_and_the_suite() -> None:
+    assert {step for one in CALLS.values() for step in one.steps} == {step.name for step in MATRIX}
+    assert [number for number, one in CALLS.items() if one.suite] == [2]
 
 
 def run_fake(tmp_path: Path, *more: str, **environment: str) -> tuple[int, Record]:

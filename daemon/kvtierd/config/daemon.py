@@ -29,6 +29,7 @@ from kvtierd.config.reading import CONFIG_VARIABLE, Reading
 from kvtierd.config.remote import RemoteConfig, check_remote
 from kvtierd.config.settings import ConfigError, Given
 from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, Verify
+from kvtierd.workers.lane_chunks import LaneChunks, Pacing
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 
 DEFAULT_FILE = Path("/etc/kvtier/kvtierd.toml")
@@ -43,6 +44,8 @@ _CORE = CoreLimits()
 _INTEGRITY = CoreIntegrity()
 _SUPERVISOR = SupervisorLimits()
 _WORKERS = WorkerOptions()
+_CHUNKS = _WORKERS.gpu_chunks
+CHUNK_BYTES_MIN = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +245,29 @@ class WorkersConfig:
         "How GPUs' workers copy: auto (what the driver does best), batch, loop, or rows (2D copies).",
         metavar="METHOD",
     )
+    gpu_load_chunk: int = s.setting(
+        _CHUNKS.load_bytes,
+        partial(s.size, least=CHUNK_BYTES_MIN),
+        "The most data that a GPU's worker loads in one submission to the driver.",
+    )
+    gpu_store_chunk: int = s.setting(
+        _CHUNKS.store_bytes, partial(s.size, least=CHUNK_BYTES_MIN), "The same for stores."
+    )
+    gpu_flights: int = s.setting(
+        _CHUNKS.flights,
+        partial(s.count, most=8),
+        "How many such submissions of loads, and of stores, a GPU has at a time.",
+    )
+    gpu_pacing: str = s.setting(
+        _CHUNKS.pacing.value,
+        s.choice(*(pacing.value for pacing in Pacing)),
+        "When a GPU's worker copies in small chunks, one at a time, so that the small copies of an engine's "
+        "steps need not wait for it: stepping (while an engine computes), always or never.",
+        metavar="WHEN",
+    )
+    gpu_paced_chunk: int = s.setting(
+        _CHUNKS.paced_bytes, partial(s.size, least=CHUNK_BYTES_MIN), "The most data of such a small chunk."
+    )
     gpu_idle_s: float = s.setting(
         _SUPERVISOR.gpu_idle_s,
         partial(s.seconds, least=0),
@@ -253,6 +279,16 @@ class WorkersConfig:
         partial(s.count, most=64),
         "Threads of each GPU's worker that compute checksums of what was stored.",
     )
+
+    def lane_chunks(self) -> LaneChunks:
+        """What the settings say of the chunks of a GPU's lanes."""
+        return LaneChunks(
+            self.gpu_load_chunk,
+            self.gpu_store_chunk,
+            self.gpu_flights,
+            Pacing(self.gpu_pacing),
+            self.gpu_paced_chunk,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,8 +126,8 @@ def boolean(raw: object) -> bool:
     raise ValueError("write true or false")
 
 
-def size(raw: object) -> int:
-    """Parses a number of bytes: an integer, or text in one of SIZE_FORMS."""
+def size(raw: object, *, least: int = 0) -> int:
+    """Parses a number of bytes, at least `least`: an integer, or text in one of SIZE_FORMS."""
     if isinstance(raw, int) and not isinstance(raw, bool):
         value = raw
     else:
@@ -138,6 +138,8 @@ def size(raw: object) -> int:
         value = int(Fraction(match[1]) * factor)
     if not 0 <= value < 2**63:
         raise ValueError("a size is between 0 and 8 EiB")
+    if value < least:
+        raise ValueError(f"write a size of at least {human_size(least)}")
     return value
 
 

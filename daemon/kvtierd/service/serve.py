@@ -364,6 +364,7 @@ class _Daemon:
             options=WorkerOptions(
                 gpu_copy_method=config.workers.gpu_copy_method,
                 seal_threads=config.workers.seal_threads,
+                gpu_chunks=config.workers.lane_chunks(),
                 log_level=config.log.level,
                 log_format=config.log.format,
             ),

@@ -59,6 +59,7 @@ class Copies:
         batch methods)."""
         self._library = driver.library
         self.method, self.reason, self._batch = _choose(self._library, method)
+        self._overlap = prefer_overlap
         self._to_device = _attributes(abi.SRC_ACCESS_ORDER_ANY, prefer_overlap)
         self._to_host = _attributes(abi.SRC_ACCESS_ORDER_STREAM, prefer_overlap)
         self._first_index = c_size_t(0)
@@ -67,7 +68,8 @@ class Copies:
 
     def describe(self) -> str:
         """The method and why it was chosen, for the log."""
-        return f"copies by {self.method.value} ({self.reason})"
+        hint = ", to overlap with kernels" if self._overlap and self._batch is not None else ""
+        return f"copies by {self.method.value}{hint} ({self.reason})"
 
     def to_device(self, device: U64, host: U64, sizes: U64, stream: int) -> None:
         """Copies sizes[i] bytes from host[i] to device[i]. From now on the host memory may be read at any

@@ -41,7 +41,9 @@ class KvtierdCopier:
         place = self._stack.enter_context(place_for_a_daemon())
         extent = 64 * MIB if region_bytes > 64 * MIB else MIB
         # An instance may lease a quarter of the pool: room for half the cache.
-        daemon = self._stack.enter_context(running_daemon(*place, 4 * region_bytes + 2 * MIB, extent))
+        daemon = self._stack.enter_context(
+            running_daemon(*place, 4 * region_bytes + 2 * MIB, extent, workers__gpu_pacing=fields["pacing"])
+        )
         self._cache = EngineCache(
             take_device(), region_bytes // PLANES // fragment_bytes, PLANES, fragment_bytes
         )

@@ -43,9 +43,11 @@ def place_for_a_daemon() -> Iterator[tuple[Path, Path]]:
 
 
 @contextmanager
-def running_daemon(run: Path, pool: Path, pool_bytes: int, extent_bytes: int) -> Iterator[Daemon]:
-    """Serves until the end of the `with`, if it still lives then."""
-    settings = {
+def running_daemon(
+    run: Path, pool: Path, pool_bytes: int, extent_bytes: int, **more: str
+) -> Iterator[Daemon]:
+    """Serves until the end of the `with`, if it still lives then. `more`: further settings."""
+    settings = more | {
         "pool__size": str(pool_bytes),
         "pool__extent_size": str(extent_bytes),
         "metrics__listen": "127.0.0.1:0",

@@ -15,6 +15,8 @@ import numpy as np
 from tests.gpu.parts.bench import percentile
 
 GEMM, DECODE = "gemm", "decode"
+SMALL_INTS = 1_024
+"""4 KiB."""
 
 
 class Workload(Protocol):
@@ -55,7 +57,8 @@ class TorchGemm:
 
 class TorchDecode:
     """One token for each of `batch` sequences: projections whose weights are read once, and attention over
-    cached keys and values, all of it one CUDA graph: bound by memory, as decoding is."""
+    cached keys and values, all of it one CUDA graph: bound by memory, as decoding is. Before it 4 KiB of
+    input are copied to the device, and behind it 4 KiB of results back, as an engine does in each step."""
 
     def __init__(
         self,
@@ -84,8 +87,12 @@ class TorchDecode:
         self._keys = random(batch * heads, head, context)
         self._values = random(batch * heads, context, head)
         self._x = torch.randn(batch, hidden, device=device, dtype=torch.bfloat16)
+        on_gpu = device.startswith("cuda")
+        small = {"dtype": torch.int32, "pin_memory": on_gpu}
+        self._inputs, self._results = torch.zeros(SMALL_INTS, **small), torch.zeros(SMALL_INTS, **small)
+        self._small = torch.zeros(SMALL_INTS, dtype=torch.int32, device=device)
         self._graph: Any = None
-        if device.startswith("cuda"):
+        if on_gpu:
             self._capture()
 
     def forward(self) -> Any:
@@ -103,11 +110,14 @@ class TorchDecode:
         return x
 
     def step(self) -> None:
+        self._small.copy_(self._inputs, non_blocking=True)
         if self._graph is None:
             self.forward()
-            return
-        self._graph.replay()
-        self._torch.cuda.current_stream().synchronize()
+        else:
+            self._graph.replay()
+        self._results.copy_(self._small, non_blocking=True)
+        if self._graph is not None:
+            self._torch.cuda.current_stream().synchronize()
 
     def _capture(self) -> None:
         torch = self._torch

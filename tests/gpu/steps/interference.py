@@ -1,11 +1,12 @@
 """How much longer an engine's steps take while somebody copies at full rate.
 
 One process computes: a large matrix product (bound by arithmetic), or a decode-like step in a CUDA graph
-(bound by memory). Others copy 512 KiB fragments in random order, two batches in flight: a process like the
-copy worker by DMA (with the prefer-overlap hint and without), a real kvtierd that is stored to and loaded
-from, a process by a kernel of its own on 12 thread blocks, or the engine's own process by the same kernel on
-another stream. `x_p50`, `x_p99` and `x_max` are ratios to the median of the idle measurements around them in
-the same run; `idle` is measured several times, which shows what such a ratio means.
+(bound by memory) with small copies of its own before and behind it. Others copy fragments in random order,
+two batches in flight: a process like the copy worker by DMA (with the prefer-overlap hint and without), a
+real kvtierd that is stored to and loaded from (in large chunks, or paced), a process by a kernel of its own
+on 12 thread blocks, or the engine's own process by the same kernel on another stream. `x_p50`, `x_p99` and
+`x_max` are ratios to the median of the idle measurements around them in the same run; `idle` is measured
+several times, which shows what such a ratio means.
 """
 
 from __future__ import annotations
@@ -22,28 +23,38 @@ from tests.gpu.parts.workloads import DECODE, GEMM
 
 BOTH = (H2D, D2H)
 WAYS = {H2D: (H2D,), D2H: (D2H,), "both": BOTH}
-FRAGMENT_BYTES = 512 << 10
+LARGE, MEDIUM, SMALL = 512 << 10, 64 << 10, 8 << 10
+"""Bytes of a fragment."""
 OPEN_S = 60.0
-PROCESS, KVTIERD, ENGINE = "process", "kvtierd", "engine"
+PROCESS, KVTIERD, PACED, ENGINE = "process", "kvtierd", "paced", "engine"
 DMA, KERNEL = "dma", "kernel"
-NAMES = {PROCESS: "a process beside", KVTIERD: "kvtierd", ENGINE: "the engine itself"}
+NAMES = {
+    PROCESS: "a process beside",
+    KVTIERD: "kvtierd",
+    PACED: "kvtierd, paced",
+    ENGINE: "the engine itself",
+}
+PACING = {KVTIERD: "never", PACED: "always"}
 PLAN = (
-    # who copies, how, in which directions, with the hint; the most telling first
-    (PROCESS, DMA, "both", False),
-    (PROCESS, KERNEL, "both", False),
-    (KVTIERD, DMA, "both", False),
-    (PROCESS, DMA, H2D, False),
-    (PROCESS, DMA, D2H, False),
-    (ENGINE, KERNEL, "both", False),
-    (PROCESS, DMA, "both", True),
-    (KVTIERD, DMA, H2D, False),
-    (KVTIERD, DMA, D2H, False),
-    (PROCESS, KERNEL, H2D, False),
-    (PROCESS, KERNEL, D2H, False),
-    (ENGINE, KERNEL, H2D, False),
-    (ENGINE, KERNEL, D2H, False),
-    (PROCESS, DMA, H2D, True),
-    (PROCESS, DMA, D2H, True),
+    # who copies, how, in which directions, with the hint, and fragments of which size; the most telling first
+    (PROCESS, DMA, "both", False, LARGE),
+    (PROCESS, KERNEL, "both", False, LARGE),
+    (KVTIERD, DMA, "both", False, LARGE),
+    (PACED, DMA, "both", False, LARGE),
+    (PROCESS, DMA, "both", False, MEDIUM),
+    (PROCESS, DMA, "both", False, SMALL),
+    (PROCESS, DMA, H2D, False, LARGE),
+    (PROCESS, DMA, D2H, False, LARGE),
+    (ENGINE, KERNEL, "both", False, LARGE),
+    (PROCESS, DMA, "both", True, LARGE),
+    (KVTIERD, DMA, H2D, False, LARGE),
+    (KVTIERD, DMA, D2H, False, LARGE),
+    (PROCESS, KERNEL, H2D, False, LARGE),
+    (PROCESS, KERNEL, D2H, False, LARGE),
+    (ENGINE, KERNEL, H2D, False, LARGE),
+    (ENGINE, KERNEL, D2H, False, LARGE),
+    (PROCESS, DMA, H2D, True, LARGE),
+    (PROCESS, DMA, D2H, True, LARGE),
 )
 IDLE_EVERY = 4
 """So many measurements between two of the idle engine."""
@@ -52,13 +63,17 @@ IDLE_EVERY = 4
 def run(bench: Bench) -> None:
     sizes: dict[str, Any] = {
         "region_bytes": bench.pick(512 * MIB, 2 * MIB),
-        "fragment_bytes": bench.pick(FRAGMENT_BYTES, 4_096),
+        "fragment_bytes": bench.pick(LARGE, 4_096),
         "directions": list(BOTH),
     }
     with ExitStack() as stack:
         engine = stack.enter_context(Child("tests.gpu.children.engine"))
         engine.tell("open", where=bench.pick("cuda", "none"))
-        children = {(PROCESS, DMA): "copier", (KVTIERD, DMA): "kvtierd_copier"}
+        children = {
+            (PROCESS, DMA): "copier",
+            (KVTIERD, DMA): "kvtierd_copier",
+            (PACED, DMA): "kvtierd_copier",
+        }
         with_kernels = kernels_here(bench)
         if with_kernels:
             children[PROCESS, KERNEL] = "kernel_copier"
@@ -66,16 +81,17 @@ def run(bench: Bench) -> None:
         opening = {
             name: stack.enter_context(Child(f"tests.gpu.children.{m}")) for name, m in children.items()
         }
-        for child in opening.values():
-            child.tell("open", **sizes)
+        for (who, _), child in opening.items():
+            child.tell("open", pacing=PACING.get(who, ""), **sizes)
         bench.row(workload=engine.answer(OPEN_S)["workload"])
         copiers = {name: child for name, child in opening.items() if opened(bench, child, *name)}
         if with_kernels:
             engine.tell("open_kernels", **sizes)
             if opened(bench, engine, ENGINE, KERNEL):
                 copiers[ENGINE, KERNEL] = engine
-        if (KVTIERD, DMA) in copiers:
-            stack.callback(copiers[KVTIERD, DMA].ask, "close")
+        for who in PACING:
+            if (who, DMA) in copiers:
+                stack.callback(copiers[who, DMA].ask, "close")
         Measuring(bench, engine, copiers).all()
 
 
@@ -112,7 +128,7 @@ class Measuring:
 
     def all(self) -> None:
         plan = [case for case in PLAN if case[:2] in self._copiers]
-        for index, (who, how, way, overlap) in enumerate(plan):
+        for index, (who, how, way, overlap, fragment_bytes) in enumerate(plan):
             if index % IDLE_EVERY == 0:
                 self.idle()
             if self._bench.left_s() < 4 * self._seconds + 2:
@@ -120,7 +136,7 @@ class Measuring:
                 break
             try:
                 for workload in (DECODE, GEMM):
-                    self.with_copies(workload, who, how, way, overlap)
+                    self.with_copies(workload, who, how, way, overlap, fragment_bytes)
             except ChildError as error:  # the other ways are worth measuring without it
                 self._bench.row(left_out=f"{how} by {NAMES[who]}, {way}", why=str(error)[-400:])
         self.idle()
@@ -130,13 +146,21 @@ class Measuring:
             steps = self._measure(workload)
             known.append(steps)
             self._bench.row(
-                workload=workload, copies="idle", way="-", overlap_hint=False, gb_per_s=0.0, **steps
+                workload=workload,
+                copies="idle",
+                way="-",
+                overlap_hint=False,
+                fragment_bytes=0,
+                gb_per_s=0.0,
+                **steps,
             )
 
-    def with_copies(self, workload: str, who: str, how: str, way: str, overlap: bool) -> None:
+    def with_copies(
+        self, workload: str, who: str, how: str, way: str, overlap: bool, fragment_bytes: int
+    ) -> None:
         copier = self._copiers[who, how]
         started: dict[str, Any] = {"directions": list(WAYS[way]), "prefer_overlap": overlap}
-        started["fragment_bytes"] = self._bench.pick(FRAGMENT_BYTES, 4_096)
+        started["fragment_bytes"] = self._bench.pick(fragment_bytes, 4_096)
         copier.ask("start", **started)
         try:
             steps = self._measure(workload)
@@ -149,7 +173,14 @@ class Measuring:
         }
         copies = f"{how} by {NAMES[who]}"
         self._bench.row(
-            workload=workload, copies=copies, way=way, overlap_hint=overlap, gb_per_s=rate, **steps, **ratios
+            workload=workload,
+            copies=copies,
+            way=way,
+            overlap_hint=overlap,
+            fragment_bytes=fragment_bytes,
+            gb_per_s=rate,
+            **steps,
+            **ratios,
         )
 
     def _measure(self, workload: str) -> dict[str, Any]:

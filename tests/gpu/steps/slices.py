@@ -5,8 +5,9 @@ multiprocessor busy. If a batch waits for a time slice of the multiprocessors, t
 daemon is in the wrong place.
 
 `small copy`: how long a 4 KiB copy of an engine takes (sampled tokens, input ids), idle and while another
-process copies at full rate, by the bytes of its chunks and how many are in flight. Copies of two contexts on
-one copy engine are said to alternate about every millisecond (RTAS 2024, Bakita and Anderson).
+process copies at full rate, by the bytes of its chunks, how many are in flight, and the size of fragments.
+Copies of two contexts on one copy engine are said to alternate about every millisecond (RTAS 2024, Bakita and
+Anderson).
 
 `while registering`: the same while another process registers host memory with the driver, and while one
 starts.
@@ -31,8 +32,10 @@ from tests.gpu.parts.host import HostMemory
 from tests.gpu.parts.loops import D2H, H2D
 
 SMALL_BYTES = 4 * KIB
-CHUNKS = ((32, 2), (16, 2), (8, 2), (8, 1), (4, 1), (2, 1))
-"""MiB of a chunk, and chunks in flight."""
+CHUNKS = ((32, 2, 512), (16, 2, 512), (8, 2, 512), (8, 1, 512), (4, 1, 512), (2, 1, 512))
+"""MiB of a chunk, chunks in flight, and KiB of a fragment."""
+SMALL_FRAGMENTS = ((32, 2, 64), (32, 2, 8), (4, 1, 64), (4, 1, 8))
+"""The same, measured in both directions at once only."""
 WAYS = {D2H: (D2H,), H2D: (H2D,), "both": (D2H, H2D)}
 CALLS_MIN = 5
 
@@ -110,11 +113,11 @@ def small_copies(bench: Bench, engine: Engine) -> None:
             bench.row(kind="small copy", way=way, **about, **took)
 
     measure(beside="idle")
-    fragment_bytes = bench.pick(512 * KIB, 4 * KIB)
     with Child("tests.gpu.children.copier") as copier:
         copier.ask("open", region_bytes=bench.pick(256 * MIB, MIB), directions=[D2H, H2D])
         for beside, ways in WAYS.items():
-            for chunk_mib, flights in CHUNKS:
+            for chunk_mib, flights, kib in (*CHUNKS, *(SMALL_FRAGMENTS if beside == "both" else ())):
+                fragment_bytes = bench.pick(kib * KIB, 4 * KIB)
                 copier.ask(
                     "start",
                     directions=ways,
@@ -124,7 +127,7 @@ def small_copies(bench: Bench, engine: Engine) -> None:
                     flights=flights,
                 )
                 time.sleep(bench.pick(0.1, 0.0))
-                about = {"beside": beside, "chunk_mib": chunk_mib, "flights": flights}
+                about = {"beside": beside, "chunk_mib": chunk_mib, "flights": flights, "fragment_kib": kib}
                 rows = [(way, timed(bench, partial(engine.small_copy, way))) for way in (H2D, D2H)]
                 rate = copier.ask("stop").fields
                 for way, took in rows:

@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 from kvtierd.memory import HostPool
+from kvtierd.workers.lane_chunks import LaneChunks
 from kvtierd.workers.supervisor import lifecycle
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 
@@ -76,8 +77,9 @@ async def start_rig(mode: Mode, request: pytest.FixtureRequest) -> AsyncIterator
         pool_bytes: int = 66 << 20,
         environment: dict[str, str] | None = None,
         worker: bool = True,
+        chunks: LaneChunks | None = None,
     ) -> Rig:
-        """`environment`: for the workers of a GPU. Without `worker`, none is started."""
+        """`environment` and `chunks`: for the workers of a GPU. Without `worker`, none is started."""
         pool = HostPool.open(None, pool_bytes, 16 << 20, lock_timeout_s=1)
         of_gpu: dict[str, Any] = {}
         if gpu is not None:
@@ -86,7 +88,7 @@ async def start_rig(mode: Mode, request: pytest.FixtureRequest) -> AsyncIterator
                 "memory": gpu.allocate,
                 "environment": gpu.fake.environment | (environment or {}),
                 "imports": gpu.imports,
-                "options": WorkerOptions(gpu_copy_method=mode.method),
+                "options": WorkerOptions(gpu_copy_method=mode.method, gpu_chunks=chunks or LaneChunks()),
             }
         rigs.append(Rig(pool, limits, **of_gpu))
         await rigs[-1].start(fault, worker)

@@ -40,6 +40,7 @@ GPU_13 = Mode("gpu-13.0", 13_000)
 GPU_12 = Mode("gpu-12.8", 12_080)
 GPU_LOOP = Mode("gpu-loop", 12_040)
 GPU_ROWS = Mode("gpu-rows", 13_000, "rows")
+GPU_BATCHES = Mode("gpu-batches", 13_000, "batch")
 
 
 ALL = (ON_CPU, GPU_13, GPU_12, GPU_LOOP)

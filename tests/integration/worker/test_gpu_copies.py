@@ -6,11 +6,13 @@ import numpy as np
 from kvtier_kernels import PART_DONE, PART_FAILED, PART_REVOKED, PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.stimuli import PartFinished, PartOutcome, SessionReleased
+from kvtierd.workers.copy.gpu.pacing import STEPPING_S
+from kvtierd.workers.lane_chunks import LaneChunks, Pacing
 from kvtierd.workers.supervisor.handles import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import GPU_12, GPU_13, GPU_LOOP, GPU_ROWS, Gpu, on
-from tests.integration.worker.rig import Layout, Rig, until
+from tests.integration.worker.rig import Client, Layout, Rig, until
 
 pytestmark = on(GPU_13)
 
@@ -65,6 +67,53 @@ async def test_two_chunks_are_on_their_way_and_no_more(start_rig: StartRig, gpu:
     assert max((ahead for _, ahead in seen), default=0) <= 2
     last = gpu.fake.calls(BATCH, rig.pid)
     assert {ahead for submitted, ahead in seen if 0 < submitted < last} <= {1, 2}
+
+
+async def submissions(rig: Rig, gpu: Gpu, client: Client, *, doorbell: int | None = None) -> int:
+    """Stores 24 blocks; returns with how many submissions to the driver."""
+    before = gpu.fake.calls(BATCH, rig.pid)
+    gate = None if doorbell is None else (doorbell, 1)
+    part, _ = rig.post(client, Direction.STORE, range(24), rig.open(24, BIG.slot_bytes), gate=gate)
+    if doorbell is not None:
+        client.ring(doorbell, 1)
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
+    return gpu.fake.calls(BATCH, rig.pid) - before
+
+
+async def test_chunks_are_small_while_an_engine_computes(start_rig: StartRig, gpu: Gpu) -> None:
+    rig = await start_rig(pool_bytes=POOL)
+    client = await rig.client(BIG)
+    assert await submissions(rig, gpu, client) == 2
+    assert await submissions(rig, gpu, client, doorbell=0) == 6, "after a step of the engine"
+    assert await submissions(rig, gpu, client) == 6, "and a moment later still"
+    await asyncio.sleep(STEPPING_S)
+    assert await submissions(rig, gpu, client) == 2
+
+
+async def test_the_chunks_can_be_chosen(start_rig: StartRig, gpu: Gpu) -> None:
+    chunks = LaneChunks(store_bytes=8 * MIB, flights=4, pacing=Pacing.NEVER)
+    rig = await start_rig(pool_bytes=POOL, chunks=chunks, limits=PATIENT)
+    client = await rig.client(BIG)
+    assert await submissions(rig, gpu, client, doorbell=0) == 3
+    hold(rig, gpu)
+    before = gpu.fake.calls(BATCH, rig.pid)
+    part, _ = rig.post(client, Direction.STORE, range(64), rig.open(64, BIG.slot_bytes))
+    await until(lambda: gpu.fake.calls(BATCH, rig.pid) == before + 4, "four are under way")
+    release(rig, gpu)
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
+
+
+async def test_a_paced_lane_has_one_chunk_under_way(start_rig: StartRig, gpu: Gpu) -> None:
+    chunks = LaneChunks(pacing=Pacing.ALWAYS, paced_bytes=2 * MIB)
+    rig = await start_rig(pool_bytes=POOL, chunks=chunks, limits=PATIENT)
+    client = await rig.client(BIG)
+    hold(rig, gpu)
+    part, _ = rig.post(client, Direction.STORE, range(8), rig.open(8, BIG.slot_bytes))
+    await until(lambda: gpu.fake.calls(LANDING, rig.pid) == 1, "the first is waited for")
+    assert gpu.fake.calls(BATCH, rig.pid) == 1
+    release(rig, gpu)
+    assert (await rig.finished(part)).outcome == PartOutcome.DONE
+    assert gpu.fake.calls(BATCH, rig.pid) == 4
 
 
 async def test_a_withdrawn_store_stores_nothing(start_rig: StartRig, gpu: Gpu) -> None:

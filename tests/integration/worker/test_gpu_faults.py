@@ -11,7 +11,7 @@ from kvtierd.core.stimuli import PartOutcome, WorkerExited, WorkerLive, WorkerLo
 from kvtierd.workers.supervisor.handles import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
-from tests.integration.worker.devices import GPU_12, GPU_13, GPU_LOOP, GPU_ROWS, Gpu, Mode, on
+from tests.integration.worker.devices import GPU_12, GPU_13, GPU_BATCHES, GPU_LOOP, GPU_ROWS, Gpu, Mode, on
 from tests.integration.worker.rig import Client, Layout, Rig, until
 
 pytestmark = [on(GPU_13), pytest.mark.faults]
@@ -164,6 +164,23 @@ async def test_a_copy_that_hangs_in_the_driver_kills_its_worker(
     assert client.part_state(ticket) == PART_STARTED
     assert not rig.is_over(part)
     await replaced(rig)
+    # Batches hang some drivers.
+    [handle] = rig.supervisor.workers.values()
+    assert handle.kind.arguments["--copy-method"] == "loop"
+    batches, single = gpu.fake.calls(BATCH, handle.pid), gpu.fake.calls("cuMemcpyAsync", handle.pid)
+    assert (batches, single > 0) == (0, True)
+
+
+@on(GPU_BATCHES)
+async def test_batches_that_were_asked_for_are_kept_after_a_hang(start_rig: StartRig, gpu: Gpu) -> None:
+    rig = await start_rig(limits=SupervisorLimits(copy_deadline_s=4.0))
+    client = await rig.client()
+    gpu.fake.hang(BATCH, 1, rig.pid)
+    store(rig, client)
+    await until(lambda: rig.seen(WorkerExited))
+    await replaced(rig)
+    [handle] = rig.supervisor.workers.values()
+    assert gpu.fake.calls(BATCH, handle.pid) > 0
 
 
 async def test_memory_that_the_driver_does_not_open_kills_its_worker(start_rig: StartRig, gpu: Gpu) -> None:

@@ -93,8 +93,12 @@ class Wire:
 
 class Wires(CpuDevice):
     def __init__(self, depth: int) -> None:
+        self.steps = 0
         self.load: Wire = Wire(depth)  # type: ignore[assignment]
         self.store: Wire = Wire(depth)  # type: ignore[assignment]
+
+    def engine_stepped(self) -> None:
+        self.steps += 1
 
 
 def session(number: int, tenant: int = 0) -> MappedSession:
@@ -127,7 +131,15 @@ class Bench:
         assert part.number not in self.ends
         self.ends[part.number] = end
 
-    def post(self, number: int, session: MappedSession, blocks: int, *, is_load: bool = True) -> PartTask:
+    def post(
+        self,
+        number: int,
+        session: MappedSession,
+        blocks: int,
+        *,
+        is_load: bool = True,
+        doorbell: int | None = None,
+    ) -> PartTask:
         empty = np.zeros(blocks, np.uint32)
         part = PartTask(
             number=number,
@@ -136,9 +148,9 @@ class Bench:
             plan=Size() if blocks else None,
             ticket=number,
             word=number,
-            doorbell=None,
-            doorbell_value=0,
-            gate_deadline_s=0.0,
+            doorbell=doorbell,
+            doorbell_value=1,
+            gate_deadline_s=time.monotonic() + SLACK_S,
             block_ids=empty,
             slots=empty,
             generations=empty.astype(np.uint64),
@@ -214,6 +226,24 @@ def test_a_store_waits_for_loads_of_its_own_tenant_and_not_for_those_of_others(b
     until(lambda: 11 in bench.ends)  # and only so long, even if the loads never end
     assert bench.load.landed == []
     bench.load.let_land(50)
+
+
+def test_the_device_hears_of_steps_that_are_stored_and_of_no_others(bench: Bench) -> None:
+    """Loads may start in a step that computes nothing."""
+    one = session(1)
+    assert one.words is not None
+    bench.post(1, one, BLOCKS, doorbell=62)
+    bench.post(2, one, BLOCKS, is_load=False)
+    bench.post(3, one, BLOCKS, is_load=False, doorbell=63)
+    bench.load.let_land(1)
+    bench.store.let_land(2)
+    bench.lanes.start()
+    one.words.store(62, 1)
+    until(lambda: {1, 2} <= set(bench.ends))
+    assert bench.device.steps == 0
+    one.words.store(63, 1)
+    until(lambda: 3 in bench.ends)
+    assert bench.device.steps == 1
 
 
 def test_no_more_fly_than_the_device_wants_and_they_land_in_order(bench: Bench) -> None:

@@ -101,6 +101,8 @@ class StallDetector:
         self._deadlines_s[StatusWord.HEARTBEAT] += HEARTBEAT_PERIOD_S
         self._last = (0,) * len(StatusWord)
         self._unchanged_s = [0.0] * len(StatusWord)
+        self.stuck: StatusWord | None = None
+        """What is stuck, as of the last reading."""
 
     def observe(self, values: tuple[int, ...], elapsed_s: float) -> str | None:
         """Takes a reading made `elapsed_s` after the one before. Returns what is stuck, as a sentence, or
@@ -111,7 +113,9 @@ class StallDetector:
             else:
                 self._unchanged_s[word] += elapsed_s
         self._last = values
+        self.stuck = None
         for word in _CULPRITS:
             if self._unchanged_s[word] >= self._deadlines_s[word]:
+                self.stuck = word
                 return f"{_CULPRITS[word]} for {self._unchanged_s[word]:.1f} s"
         return None

@@ -17,6 +17,7 @@ from kvtierd.workers.copy.device import Device, DeviceUnusableError
 from kvtierd.workers.copy.engine import CopyEngine
 from kvtierd.workers.copy.faults import fault_in_copy
 from kvtierd.workers.entry import Inheritance, finish, give_up, inherit, leave, run
+from kvtierd.workers.lane_chunks import LaneChunks, Pacing
 from kvtierd.workers.log import logger
 from kvtierd.workers.populate import Populator
 
@@ -48,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         "--copy-method", choices=["auto", "batch", "loop", "rows"], default="auto", help="of a GPU"
     )
     parser.add_argument("--seal-threads", type=int, default=2, help="of a GPU")
+    usual = LaneChunks()
+    parser.add_argument("--load-chunk-bytes", type=int, default=usual.load_bytes, help="of a GPU")
+    parser.add_argument("--store-chunk-bytes", type=int, default=usual.store_bytes, help="of a GPU")
+    parser.add_argument("--flights", type=int, default=usual.flights, help="of a GPU")
+    parser.add_argument("--pacing", type=Pacing, default=usual.pacing, help="of a GPU")
+    parser.add_argument("--paced-chunk-bytes", type=int, default=usual.paced_bytes, help="of a GPU")
     return parser
 
 
@@ -59,7 +66,14 @@ def _device(inherited: Inheritance, records: PoolRecords) -> Device:
     # This is imported only here, because a worker for the CPU needs no driver.
     from kvtierd.workers.copy.gpu.device import GpuDevice, GpuOptions
 
-    options = GpuOptions(arguments.copy_method, arguments.seal_threads, arguments.copy_deadline_s)
+    chunks = LaneChunks(
+        arguments.load_chunk_bytes,
+        arguments.store_chunk_bytes,
+        arguments.flights,
+        arguments.pacing,
+        arguments.paced_chunk_bytes,
+    )
+    options = GpuOptions(arguments.copy_method, arguments.seal_threads, arguments.copy_deadline_s, chunks)
     return GpuDevice(
         arguments.device, inherited.pool, arguments.pool_fd, records, inherited.status, options, fault
     )

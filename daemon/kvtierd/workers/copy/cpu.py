@@ -38,6 +38,9 @@ class CpuDevice:
     def enter_thread(self) -> None:
         pass
 
+    def engine_stepped(self) -> None:
+        pass  # its copies take turns by the operating system
+
     def start(self, on_room: Callable[[], None]) -> None:
         pass
 

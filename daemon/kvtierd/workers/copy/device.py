@@ -49,11 +49,12 @@ class Copier(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many flights there may be at a time. They land in the order in which they started."""
+        """How many flights there may be at a time, as of now. They land in the order in which they
+        started."""
 
     @property
     def chunk_bytes(self) -> int:
-        """Data of one chunk; a chunk has at least one block."""
+        """Data of one chunk, as of now; a chunk has at least one block."""
 
     @property
     def chunk_fragments(self) -> int:
@@ -91,6 +92,9 @@ class Device(MemoryMapper, Protocol):
 
     def enter_thread(self) -> None:
         """Called first in every thread that uses the device, except the main thread."""
+
+    def engine_stepped(self) -> None:
+        """An engine has just computed a step of which something is stored. From any thread."""
 
     def start(self, on_room: Callable[[], None]) -> None:
         """Called before the first part. `on_room()` may be called from any thread."""

@@ -274,8 +274,11 @@ class Lanes:
         with self.lock:
             while True:
                 now_s = time.monotonic()
-                for part in lane.gates.opened(now_s):
+                opened = lane.gates.opened(now_s)
+                for part in opened:
                     lane.add(part)
+                if opened and lane is self._store:  # loads may start in steps that compute nothing
+                    self._device.engine_stepped()
                 unstarted = lane.gates.swept(now_s)
                 if unstarted:
                     for part in unstarted:

@@ -40,6 +40,9 @@ class SupervisedDevice:
     """Its worker was replaced to see whether one with another PID may open an engine's memory. That is not
     done again before one has opened some."""
 
+    copy_hung: bool = False
+    """A lane of a worker was stuck in a copy."""
+
     @property
     def is_known(self) -> bool:
         """False for a device that a client has named and no worker has ever served."""
@@ -200,6 +203,14 @@ class SupervisedDevices:
             return False
         device.renewed = True
         return True
+
+    def copy_hung(self, handle: WorkerHandle) -> None:
+        """A lane of a live worker was found stuck in a copy."""
+        self._known[handle.device].copy_hung = True
+
+    def copies_hung(self, name: str) -> bool:
+        """Whether that was ever so with a worker of this device."""
+        return name in self._known and self._known[name].copy_hung
 
     def idle(self, now_s: float) -> list[WorkerHandle]:
         """Live workers that no session has used for so long that they should be ended. `now_s` is the time of

@@ -8,6 +8,7 @@ from enum import Enum
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import DiskJobId, PartId, SessionId, WorkerId
+from kvtierd.workers.lane_chunks import LaneChunks
 from kvtierd.workers.supervisor.kinds import WorkerKind
 
 CPU = "cpu"
@@ -81,6 +82,8 @@ class WorkerOptions:
     """How a GPU's worker copies: "auto" (by driver version), "batch", "loop" or "rows"."""
     seal_threads: int = 4
     """Threads of a GPU's worker that compute checksums of what was stored."""
+    gpu_chunks: LaneChunks = field(default_factory=LaneChunks)
+    """How much a GPU's worker hands to the driver at a time."""
     log_level: str = "info"
     log_format: str = "auto"
     """As `kvtierd.logs.configure` takes it, for the workers' own lines on our stderr."""

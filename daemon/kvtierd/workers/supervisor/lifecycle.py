@@ -24,6 +24,8 @@ _log = logger(__name__)
 EXIT_GRACE_S = 1.0
 """How long a worker that has closed its channel may take to be gone before it is killed. Its exit status says
 more than a kill does, and on a busy machine comes late."""
+AUTO, ONE_BY_ONE = "auto", "loop"
+"""Values of `WorkerOptions.gpu_copy_method`: what the driver does best, and a call for each copy."""
 WATCH_SILENCE_MAX_S = 5.0
 """The longest time between two rounds of the watch; normally there are 20 in that time."""
 _STOP = wire.ToWorker(stop=wire.Stop()).SerializeToString()
@@ -218,7 +220,7 @@ class Lifecycle:
 
     def _kind(self, device: str) -> WorkerKind:
         """What the next worker of a device is."""
-        limits, options = self._limits, self._options
+        limits = self._limits
         disk = self._disks.get(device)
         if disk is not None:
             return disk_worker(
@@ -229,7 +231,7 @@ class Lifecycle:
         on_gpu = device != handles.CPU
         arguments: dict[str, object] = {"--device": device, "--copy-deadline-s": limits.copy_deadline_s}
         if on_gpu:
-            arguments |= {"--copy-method": options.gpu_copy_method, "--seal-threads": options.seal_threads}
+            arguments |= self._gpu_arguments(device)
         return WorkerKind(
             title="copy worker",
             module="kvtierd.workers.copy",
@@ -239,6 +241,22 @@ class Lifecycle:
             map_deadline_s=limits.gpu_map_deadline_s if on_gpu else limits.map_deadline_s,
             environment=gpu_environment(device, os.environ) if on_gpu else {},
         )
+
+    def _gpu_arguments(self, device: str) -> dict[str, object]:
+        """What the next worker of a GPU is told."""
+        options, chunks = self._options, self._options.gpu_chunks
+        method = options.gpu_copy_method
+        if method == AUTO and self.devices.copies_hung(device):
+            method = ONE_BY_ONE
+        return {
+            "--copy-method": method,
+            "--seal-threads": options.seal_threads,
+            "--load-chunk-bytes": chunks.load_bytes,
+            "--store-chunk-bytes": chunks.store_bytes,
+            "--flights": chunks.flights,
+            "--pacing": chunks.pacing.value,
+            "--paced-chunk-bytes": chunks.paced_bytes,
+        }
 
     def _packet(self, handle: handles.WorkerHandle, packet: bytes, fds: list[int]) -> None:
         close_fds(fds)
@@ -339,6 +357,20 @@ class Lifecycle:
         if handle.announced:
             self._emit(WorkerLost(handle.worker, why))
 
+    def _copy_hung(self, handle: handles.WorkerHandle) -> None:
+        """A lane of a live worker is stuck in a copy. Batches of copies are known to hang a driver
+        (580.159, vllm-project/vllm#49276)."""
+        if handle.device == handles.CPU or self._options.gpu_copy_method != AUTO:
+            return
+        if not self.devices.copies_hung(handle.device):
+            _log.warning(
+                "a copy hung in the GPU's driver: until the daemon is restarted, workers of this GPU copy "
+                "without batches, which hang some drivers. That is slower for small fragments: update the "
+                'driver, or keep batches by workers.gpu_copy_method = "batch"',
+                device=handle.device,
+            )
+        self.devices.copy_hung(handle)
+
     def _forsake(self, handle: handles.WorkerHandle, why: str) -> None:
         """Answers what still waits for the worker, which will not."""
         for request in handle.requests.values():
@@ -435,6 +467,8 @@ class Lifecycle:
             if handle.state is not handles.WorkerProcessState.EXITED:
                 why = self.watch.overdue(handle, self.processes[handle.worker].status.read())
                 if why is not None:
+                    if self.watch.stuck_in_copy(handle):
+                        self._copy_hung(handle)
                     self.lose(handle, why)
         for handle in self.devices.idle(self.watch.now_s):
             if self._tell_to_stop(handle):

@@ -1,7 +1,7 @@
 """Which workers have to be killed: their deadlines, on a clock that stands still while the front does."""
 
 from kvtierd.logs import logger
-from kvtierd.workers.channel.status import StallDetector
+from kvtierd.workers.channel.status import StallDetector, StatusWord
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerProcessState
 
 _log = logger(__name__)
@@ -54,6 +54,11 @@ class Watch:
                     waited_s=self._limits.kill_deadline_s,
                 )
         return None
+
+    def stuck_in_copy(self, handle: WorkerHandle) -> bool:
+        """Whether a live worker is overdue because a lane is stuck in a copy."""
+        stalls = self._stalls.get(handle)
+        return stalls is not None and stalls.stuck in (StatusWord.LOAD_LANE, StatusWord.STORE_LANE)
 
     def _live(self, handle: WorkerHandle, status: tuple[int, ...]) -> str | None:
         stalls = self._stalls.setdefault(handle, StallDetector(handle.kind.operation_deadline_s))

@@ -15,22 +15,13 @@ from kvtier_kernels.cuda import Copies, CudaError, Driver
 from kvtierd.core.ids import Slots
 from kvtierd.workers.copy.device import Blocks, Flight
 from kvtierd.workers.copy.gpu.fatal import context_guard, must_succeed
+from kvtierd.workers.copy.gpu.pacing import ChunkPace
 from kvtierd.workers.copy.gpu.registration import PoolRegistration
 from kvtierd.workers.copy.gpu.sealing import Sealer
 from kvtierd.workers.copy.parts import PartEnd, PartTask
 
-LOAD_CHUNK_BYTES = 32 << 20
-"""More than a link needs to be busy, and 0.6 ms at 50 GB/s, for which a dead engine's memory waits."""
-
-STORE_CHUNK_BYTES = 16 << 20
-"""0.3 ms at 50 GB/s, which is long enough for this process to prepare the next chunk (about 0.1 ms). Loads
-share the engine's memory bandwidth."""
-
 CHUNK_FRAGMENTS = 8_192
 """Two calls of the driver, which take about 4 ms where nothing can be merged."""
-
-DEPTH = 2
-"""The next chunk is already on the stream when one lands."""
 
 
 class SlotTakenError(Exception):
@@ -91,7 +82,6 @@ class Rows:
 class GpuCopier:
     """Copies in one direction, with a stream and an event for each flight."""
 
-    depth = DEPTH
     chunk_fragments = CHUNK_FRAGMENTS
 
     def __init__(
@@ -103,9 +93,11 @@ class GpuCopier:
         pool: PoolRegistration,
         sealer: Sealer | None,
         fault: Callable[[], None] | None,
+        pace: ChunkPace,
+        flights_max: int,
     ) -> None:
         """With a `sealer` it copies stores, else loads. `fault` is called for every chunk, after its copy and
-        before the step that makes it count. Raises CudaError."""
+        before the step that makes it count. `pace` never allows more than `flights_max`. Raises CudaError."""
         self._driver = driver
         self._stream = stream
         self._descriptors = descriptors
@@ -113,10 +105,18 @@ class GpuCopier:
         self._pool = pool
         self._sealer = sealer
         self._fault = fault
-        self._idle = [driver.event_create() for _ in range(DEPTH)]
+        self._idle = [driver.event_create() for _ in range(flights_max)]
         self._flying: deque[int] = deque()
         self.how = descriptors.how
-        self.chunk_bytes = LOAD_CHUNK_BYTES if sealer is None else STORE_CHUNK_BYTES
+        self._pace = pace
+
+    @property
+    def depth(self) -> int:
+        return self._pace.flights
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._pace.bytes_of(load=self._sealer is None)
 
     def is_full(self) -> bool:
         return self._sealer is not None and self._sealer.is_full()

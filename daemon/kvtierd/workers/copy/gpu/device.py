@@ -18,14 +18,20 @@ from kvtierd.workers.copy.gpu import numa
 from kvtierd.workers.copy.gpu.copying import Batches, Descriptors, GpuCopier, Rows
 from kvtierd.workers.copy.gpu.fatal import context_guard
 from kvtierd.workers.copy.gpu.imports import OUT_OF_MEMORY, GpuChunk, Imports
+from kvtierd.workers.copy.gpu.pacing import ChunkPace
 from kvtierd.workers.copy.gpu.registration import PoolRegistration
 from kvtierd.workers.copy.gpu.sealing import Sealer
 from kvtierd.workers.copy.memory import Chunk, MappedMemory
+from kvtierd.workers.lane_chunks import LaneChunks
 from kvtierd.workers.log import logger
 
 _log = logger(__name__)
 
 REGISTER_RETRY_S = 0.05
+
+OVERLAP_VERSION = 13_010
+"""From CUDA 13.1 on the overlap flag has batches copied by copy engines, where they might take
+multiprocessors from the engine's kernels (rapidsai/cudf#23674); drivers before ignore it."""
 
 REGISTER_FAILURES_MAX = 3
 """After so many failures in the background, the pool is registered only as it is used."""
@@ -55,6 +61,7 @@ class GpuOptions:
     """auto, batch, loop or rows."""
     seal_threads: int
     copy_deadline_s: float
+    chunks: LaneChunks
 
 
 class GpuDevice:
@@ -91,6 +98,7 @@ class GpuDevice:
             self._imports = Imports(driver, self._gpu, self._beat)
             self._sealer = Sealer(pool, records, options.seal_threads, self._stay_near)
             least, greatest = driver.stream_priority_range()
+            self._pace = ChunkPace(options.chunks)
             streams = [driver.stream_create(greatest), driver.stream_create(least)]
             self.load, self.store = (
                 GpuCopier(
@@ -101,6 +109,8 @@ class GpuDevice:
                     self._registration,
                     sealer,
                     fault,
+                    self._pace,
+                    options.chunks.flights,
                 )
                 for stream, sealer in zip(streams, (None, self._sealer), strict=True)
             )
@@ -111,12 +121,16 @@ class GpuDevice:
             driver=driver.version_text,
             copies=self.load.how,
             numa_node=self._node,
+            pacing=options.chunks.pacing.value,
         )
 
     def enter_thread(self) -> None:
         with context_guard():
             self._context.make_current()
         self._stay_near()
+
+    def engine_stepped(self) -> None:
+        self._pace.stepped()
 
     def start(self, on_room: Callable[[], None]) -> None:
         self._sealer.start(on_room)
@@ -190,7 +204,11 @@ def _find(driver: cuda.Driver, name: str) -> cuda.DeviceInfo:
 def _descriptors(
     driver: cuda.Driver, method: str, pool: PoolRegistration, stream: int, to_device: bool
 ) -> Descriptors:
-    copies = cuda.Copies(driver, None if method in ("auto", "batch") else cuda.CopyMethod.LOOP)
+    copies = cuda.Copies(
+        driver,
+        None if method in ("auto", "batch") else cuda.CopyMethod.LOOP,
+        prefer_overlap=driver.version >= OVERLAP_VERSION,
+    )
     if method == "batch" and copies.method is cuda.CopyMethod.LOOP:
         raise cuda.CudaUnavailableError(
             f"the driver supports CUDA {driver.version_text}, which has no batched copies: set "
