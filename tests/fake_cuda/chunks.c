@@ -21,7 +21,7 @@ struct trailer {
     int32_t owner_pid;
 };
 static const char MAGIC[8] = "fakevmm";
-enum { TRAILER_BYTES = 4096 };
+enum { TRAILER_BYTES = 4096, FABRIC = 8 };
 
 struct chunk {
     void *anchor; /* NULL: unused entry */
@@ -127,6 +127,8 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, 
     ENTER(cuMemCreate);
     if (!handle || !good_properties(properties) || flags || !bytes || bytes % settings()->granularity)
         REFUSE(CUDA_ERROR_INVALID_VALUE, "%zu bytes, or properties", bytes);
+    if (properties->requested_handle_types & FABRIC && !settings()->imex)
+        REFUSE(CUDA_ERROR_NOT_PERMITTED, "fabric handles need IMEX");
     CUresult code = CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&process_lock);
     struct chunk *chunk = new_chunk();

@@ -1,4 +1,7 @@
 /* Primary contexts, and which one is current in a thread. */
+#define _GNU_SOURCE
+#include <time.h>
+
 #include "process.h"
 
 struct context contexts[DEVICES];
@@ -49,6 +52,12 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
             atomic_fetch_or(&process->contexts, 1u << physical);
         state_unlock();
         own->device = physical;
+        if (code == CUDA_SUCCESS && settings()->context_us) {
+            const uint64_t us = settings()->context_us;
+            stop_links(physical, us);
+            nanosleep(&(struct timespec){.tv_sec = (time_t)(us / 1000000), .tv_nsec = (long)(us % 1000000) * 1000},
+                      NULL);
+        }
     }
     if (code == CUDA_SUCCESS) {
         own->retained++;
@@ -156,17 +165,5 @@ EXPORT CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {
         *least = 0;
     if (greatest)
         *greatest = -5;
-    return CUDA_SUCCESS;
-}
-
-/* Nothing is captured here; only the thread's mode is kept: 0 global, 1 this thread, 2 relaxed. */
-EXPORT CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
-    static _Thread_local int current;
-    ENTER(cuThreadExchangeStreamCaptureMode);
-    if (!mode || *mode < 0 || *mode > 2)
-        REFUSE(CUDA_ERROR_INVALID_VALUE, "mode");
-    const int before = current;
-    current = *mode;
-    *mode = before;
     return CUDA_SUCCESS;
 }

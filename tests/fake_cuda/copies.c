@@ -11,6 +11,9 @@ enum { BATCH_MAX = 4096 };
 /* A copy goes in pieces, so that one of half its bytes can be seen, and stopped. */
 static const uint64_t PIECE_BYTES = 256 << 10;
 static const int64_t SHORTEST_SLEEP_NS = 500000;
+/* Who has not asked for a turn for so long wants none. */
+static const int64_t ASKED_NS = 5000000;
+static const long TURN_POLL_NS = 50000;
 
 /* --- running ------------------------------------------------------------------------------------------------------ */
 
@@ -20,11 +23,77 @@ static int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+/* Under the state's lock: whether this process may copy its next piece now. Copies of two processes take turns of a
+ * slice, and who has nothing to copy loses its turn, so a process that always has work makes the others wait. */
+static bool has_turn(struct turn *turn, int64_t now) {
+    const int32_t me = state_join()->pid;
+    const bool over = now >= turn->ends_ns;
+    const bool wanted = turn->waiter && turn->waiter != me && now - turn->asked_ns < ASKED_NS;
+    const bool mine = turn->owner == me;
+    const bool given_up = over || !turn->busy;
+    if (mine ? given_up && wanted : turn->owner && !given_up) {
+        if (mine) {
+            turn->owner = 0;
+        } else {
+            turn->waiter = me;
+            turn->asked_ns = now;
+        }
+        return false;
+    }
+    if (!mine && wanted) /* it was asked for before */
+        return false;
+    if (!mine || over) {
+        turn->owner = me;
+        turn->ends_ns = now + (int64_t)settings()->slice_us * 1000;
+    }
+    if (turn->waiter == me)
+        turn->waiter = 0;
+    turn->busy = true;
+    return true;
+}
+
+static void await_turn(struct turn *turn) {
+    for (bool got = false; !got;) {
+        state_lock();
+        got = has_turn(turn, now_ns());
+        state_unlock();
+        if (!got)
+            nanosleep(&(struct timespec){.tv_nsec = TURN_POLL_NS}, NULL);
+    }
+}
+
+/* A copy is done: the turn is over, unless another one waits in a queue. */
+static void rest(uint32_t device, enum direction direction) {
+    if (!settings()->bandwidth || !settings()->slice_us || direction == INSIDE)
+        return;
+    struct turn *turn = &state->turns[device][direction];
+    if (copies_wait(device, direction))
+        return;
+    state_lock();
+    if (turn->owner == state_join()->pid)
+        turn->busy = false;
+    state_unlock();
+}
+
+void stop_links(uint32_t device, uint64_t microseconds) {
+    for (int direction = 0; microseconds && direction < 2; direction++) {
+        const int64_t until_ns = now_ns() + (int64_t)microseconds * 1000;
+        _Atomic int64_t *link = &state->link_free_ns[device][direction];
+        int64_t free_ns = atomic_load(link);
+        while (free_ns < until_ns && !atomic_compare_exchange_weak(link, &free_ns, until_ns)) {
+            /* somebody copies */
+        }
+    }
+}
+
 /* All processes share the link; a short wait is left to those who come next. */
 static void occupy_link(uint32_t device, enum direction direction, uint64_t bytes) {
     const uint64_t bandwidth = settings()->bandwidth;
     if (!bandwidth || direction == INSIDE)
         return;
+    struct turn *turn = settings()->slice_us ? &state->turns[device][direction] : NULL;
+    if (turn)
+        await_turn(turn);
     _Atomic int64_t *link = &state->link_free_ns[device][direction];
     const int64_t lasts_ns = (int64_t)((double)bytes * 1e9 / (double)bandwidth);
     const int64_t now = now_ns();
@@ -57,6 +126,7 @@ void copies_run(const struct copy *copies, size_t count, enum direction directio
             }
         }
     }
+    rest(device, direction);
 }
 
 /* --- checking ----------------------------------------------------------------------------------------------------- */

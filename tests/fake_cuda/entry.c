@@ -91,6 +91,8 @@ CUresult enter(enum function function, CUresult *injected) {
     if (judged != CUDA_SUCCESS)
         return judged == CUDA_ERROR_INVALID_CONTEXT ? refuse(function, judged, "no context is current in this thread")
                                                     : judged;
+    if (capture_forbids(function))
+        return refuse(function, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is being captured");
     if (struck == CUDA_SUCCESS)
         return CUDA_SUCCESS;
     if (is_sticky(struck)) {

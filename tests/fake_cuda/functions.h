@@ -25,6 +25,9 @@
     FUNCTION(cuCtxSynchronize, "cuCtxSynchronize", 2000, NEEDS_CONTEXT) \
     FUNCTION(cuCtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", 5050, NEEDS_CONTEXT) \
     FUNCTION(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", 10010, NEEDS_DRIVER) \
+    FUNCTION(cuStreamBeginCapture_v2, "cuStreamBeginCapture", 10010, NEEDS_CONTEXT) \
+    FUNCTION(cuStreamEndCapture, "cuStreamEndCapture", 10000, NEEDS_CONTEXT) \
+    FUNCTION(cuStreamIsCapturing, "cuStreamIsCapturing", 10000, NEEDS_CONTEXT) \
     FUNCTION(cuMemGetInfo_v2, "cuMemGetInfo", 3020, NEEDS_CONTEXT) \
     FUNCTION(cuMemAlloc_v2, "cuMemAlloc", 3020, NEEDS_CONTEXT) \
     FUNCTION(cuMemFree_v2, "cuMemFree", 3020, NEEDS_CONTEXT) \

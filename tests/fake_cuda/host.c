@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #include "process.h"
 
@@ -38,17 +39,28 @@ void registrations_forget(uint32_t device) {
     registration_count = kept;
 }
 
+static uint64_t page_of(uint64_t address) {
+    return address & ~(uint64_t)4095;
+}
+
+static uint64_t page_end(uint64_t address) {
+    return page_of(address + 4095);
+}
+
+/* Pages are pinned, so two registrations may not share one. */
 static bool overlaps(uint64_t base, uint64_t bytes) {
-    for (size_t index = 0; index < registration_count; index++)
-        if (registrations[index].base < base + bytes && base < registrations[index].base + registrations[index].bytes)
+    for (size_t index = 0; index < registration_count; index++) {
+        const struct registration *one = &registrations[index];
+        if (page_of(one->base) < page_end(base + bytes) && page_of(base) < page_end(one->base + one->bytes))
             return true;
+    }
     return false;
 }
 
 /* Pinning faults every page in, as the real call does. */
 static CUresult pin(uint64_t base, uint64_t bytes, bool read_only) {
-    const uint64_t first = base & ~(uint64_t)4095;
-    const uint64_t end = (base + bytes + 4095) & ~(uint64_t)4095;
+    const uint64_t first = page_of(base);
+    const uint64_t end = page_end(base + bytes);
     if (!madvise((void *)(uintptr_t)first, end - first, read_only ? MADV_POPULATE_READ : MADV_POPULATE_WRITE))
         return CUDA_SUCCESS;
     return errno == EFAULT || errno == EHWPOISON ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
@@ -67,6 +79,11 @@ EXPORT CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags
         code = CUDA_ERROR_INVALID_VALUE;
     else
         code = pin(base, bytes, flags & READ_ONLY);
+    if (code == CUDA_SUCCESS && settings()->register_us) {
+        /* The process's lock is held, so its other threads' calls wait, as for the driver's own locks. */
+        const uint64_t us = bytes * settings()->register_us / (1 << 20);
+        nanosleep(&(struct timespec){.tv_sec = (time_t)(us / 1000000), .tv_nsec = (long)(us % 1000000) * 1000}, NULL);
+    }
     if (code == CUDA_SUCCESS && registration_count == registration_room) {
         const size_t room = registration_room * 2 + 16;
         struct registration *more = realloc(registrations, room * sizeof *more);

@@ -76,7 +76,16 @@ int chunk_handle_types(uint32_t index);
 /* The reservation in which an address lies. Under the lock. */
 bool reservation_of(uint64_t address, uint64_t *base, uint64_t *bytes);
 
+/* --- capture.c; all but the last under the lock --- */
+bool is_captured(CUstream stream);
+/* Something was asked of a captured stream that makes its capture worthless. */
+void break_capture(CUstream stream);
+/* Whether some capture forbids this call of this thread, which breaks it. */
+bool capture_forbids(enum function function);
+
 /* --- streams.c --- */
+/* Under the lock: whether this is a stream of the current context. */
+bool is_stream(CUstream stream);
 struct copy {
     uint64_t destination;
     uint64_t source;
@@ -112,6 +121,8 @@ CUresult stream_submit(enum function self, CUstream stream, struct operation *op
 bool work_touches(uint64_t address, uint64_t bytes);
 /* Under the lock. Waits until none does, or the context is lost. */
 void wait_for_work_on(uint64_t address, uint64_t bytes);
+/* Whether a stream of this process has copies in this direction that have not begun. */
+bool copies_wait(uint32_t device, enum direction direction);
 /* Waits for all streams of the device; the code its context is lost with, or success. */
 CUresult streams_drain(uint32_t device);
 /* Ends all streams of the device; what they have not begun is dropped. */
@@ -119,5 +130,7 @@ void streams_end(uint32_t device);
 /* Runs copies in the calling thread, at the speed of the link, until done, abandoned, or the context is lost. */
 void copies_run(const struct copy *copies, size_t count, enum direction direction, uint32_t device,
                 const _Atomic bool *abandoned);
+/* Nothing is copied on the device's links for so long, by whatever process. */
+void stop_links(uint32_t device, uint64_t microseconds);
 /* Submits to the NULL stream and waits. */
 CUresult stream_run(enum function self, struct operation *operation);

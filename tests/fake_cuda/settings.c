@@ -70,6 +70,10 @@ static void read_all(void) {
     chosen.hbm_bytes = number("FAKE_CUDA_HBM", 1ULL << 30);
     chosen.context_bytes = number("FAKE_CUDA_CONTEXT_BYTES", 16ULL << 20);
     chosen.bandwidth = number("FAKE_CUDA_BANDWIDTH", 0);
+    chosen.slice_us = number("FAKE_CUDA_SLICE_US", 0);
+    chosen.context_us = number("FAKE_CUDA_CONTEXT_US", 0);
+    chosen.register_us = number("FAKE_CUDA_REGISTER_US", 0);
+    chosen.imex = number("FAKE_CUDA_IMEX", 0) != 0;
     chosen.latency_us = number("FAKE_CUDA_LATENCY_US", 0);
     chosen.granularity = number("FAKE_CUDA_GRANULARITY", 2ULL << 20);
     chosen.mig = number("FAKE_CUDA_MIG", 0) != 0;

@@ -50,6 +50,15 @@ struct reference {
     uint64_t started;
 };
 
+/* Whose turn it is on one direction of a device's link. */
+struct turn {
+    int32_t owner; /* pid; 0: nobody's */
+    int32_t waiter; /* who has asked last for the next turn */
+    int64_t asked_ns;
+    int64_t ends_ns;
+    bool busy; /* whether the owner copies, or is about to */
+};
+
 /* An import, as tests see it. */
 struct open_import {
     int32_t importer_pid;
@@ -68,6 +77,7 @@ struct state {
     _Atomic uint32_t references_end;
     /* When the link of a device is free again, monotonic nanoseconds; to the device, from the device. */
     _Atomic int64_t link_free_ns[DEVICES][2];
+    struct turn turns[DEVICES][2];
     struct process processes[PROCESSES];
     struct allocation allocations[ALLOCATIONS];
     struct reference references[REFERENCES];

@@ -25,6 +25,7 @@ struct event {
     struct event *next;
     uint32_t references; /* the handle and operations in queues */
     bool destroyed;
+    bool captured; /* last recorded in a stream that was being captured */
     uint64_t recorded; /* number of the latest record */
     uint64_t reached;  /* number of the latest record that a stream has passed */
 };
@@ -230,11 +231,19 @@ static CUresult wait_for(struct stream *stream) {
     return contexts[device].lost;
 }
 
+bool is_stream(CUstream handle) {
+    return stream_named(handle) != NULL;
+}
+
 /* Under the lock. */
 static CUresult append(struct stream *stream, struct operation *operation) {
     if (!stream) {
         operation_free(operation);
         return CUDA_ERROR_INVALID_HANDLE;
+    }
+    if (is_captured(stream)) { /* it goes into the graph, and does not run */
+        operation_free(operation);
+        return CUDA_SUCCESS;
     }
     if (stream->first)
         stream->last->next = operation;
@@ -300,16 +309,26 @@ EXPORT CUresult cuStreamSynchronize(CUstream handle) {
     ENTER(cuStreamSynchronize);
     pthread_mutex_lock(&process_lock);
     struct stream *stream = stream_named(handle);
-    const CUresult code = stream ? wait_for(stream) : CUDA_ERROR_INVALID_HANDLE;
+    const bool captured = stream && is_captured(stream);
+    if (captured)
+        break_capture(stream);
+    const CUresult code = !stream    ? CUDA_ERROR_INVALID_HANDLE
+                          : captured ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+                                     : wait_for(stream);
     pthread_mutex_unlock(&process_lock);
+    if (captured)
+        REFUSE(code, "the stream is being captured");
     return code;
 }
 
 EXPORT CUresult cuStreamQuery(CUstream handle) {
     ENTER(cuStreamQuery);
     pthread_mutex_lock(&process_lock);
-    const struct stream *stream = stream_named(handle);
+    struct stream *stream = stream_named(handle);
+    if (stream)
+        break_capture(stream);
     const CUresult code = !stream                                 ? CUDA_ERROR_INVALID_HANDLE
+                          : is_captured(stream)                   ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
                           : stream->finished == stream->submitted ? CUDA_SUCCESS
                                                                   : CUDA_ERROR_NOT_READY;
     pthread_mutex_unlock(&process_lock);
@@ -382,6 +401,16 @@ void wait_for_work_on(uint64_t address, uint64_t bytes) {
         pthread_cond_wait(&progress, &process_lock);
 }
 
+bool copies_wait(uint32_t device, enum direction direction) {
+    bool found = false;
+    pthread_mutex_lock(&process_lock);
+    for (const struct stream *one = streams; one && !found; one = one->next)
+        for (const struct operation *waiting = one->first; waiting && !found; waiting = waiting->next)
+            found = one->device == device && waiting->kind == COPY && waiting->direction == direction;
+    pthread_mutex_unlock(&process_lock);
+    return found;
+}
+
 /* --- events ------------------------------------------------------------------------------------------------------- */
 
 static struct event *event_named(CUevent handle) {
@@ -422,8 +451,10 @@ EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream) {
     operation->event = event;
     event->references++;
     operation->sequence = ++event->recorded;
-    const CUresult code = append(stream_named(stream), operation);
-    if (code != CUDA_SUCCESS)
+    struct stream *into = stream_named(stream);
+    event->captured = into && is_captured(into);
+    const CUresult code = append(into, operation);
+    if (code != CUDA_SUCCESS || event->captured)
         event->recorded--;
     pthread_mutex_unlock(&process_lock);
     if (code != CUDA_SUCCESS)
@@ -451,7 +482,10 @@ EXPORT CUresult cuEventQuery(CUevent handle) {
     ENTER(cuEventQuery);
     WITH_EVENT(handle)
     const bool complete = event->reached >= event->recorded;
+    const bool captured = event->captured;
     pthread_mutex_unlock(&process_lock);
+    if (captured)
+        REFUSE(CUDA_ERROR_CAPTURED_EVENT, "recorded in a stream that is being captured");
     return complete ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
@@ -460,6 +494,10 @@ EXPORT CUresult cuEventSynchronize(CUevent handle) {
     const uint32_t device = current_device();
     WITH_EVENT(handle)
     const uint64_t target = event->recorded;
+    if (event->captured) {
+        pthread_mutex_unlock(&process_lock);
+        REFUSE(CUDA_ERROR_CAPTURED_EVENT, "recorded in a stream that is being captured");
+    }
     event->references++; /* it may be destroyed meanwhile */
     while (event->reached < target && contexts[device].lost == CUDA_SUCCESS)
         pthread_cond_wait(&progress, &process_lock);

@@ -314,7 +314,10 @@ def test_while_an_engine_is_served(rig: Rig, proved: Callable[[str], None]) -> N
     )
 
 
-@pytest.mark.parametrize("rig", [{"daemon": {"workers__copy_deadline_s": 4}}], indirect=True)
+# After a copy that hung, auto would go on without batches.
+@pytest.mark.parametrize(
+    "rig", [{"daemon": {"workers__copy_deadline_s": 4, "workers__gpu_copy_method": "batch"}}], indirect=True
+)
 def test_calls_that_never_return(rig: Rig, proved: Callable[[str], None]) -> None:
     _, counts = rig.find_calls(rig.devices[0])
     todo: list[Case] = [(Fault(function, 1, 0),) for function in sorted(counts)]

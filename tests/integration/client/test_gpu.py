@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import resource
 import threading
@@ -86,6 +87,26 @@ def test_what_is_stored_from_a_gpu_is_loaded_back_byte_by_byte(
     load(client, cache)
     assert client.status.stream_doorbells == "stream writes"
     assert gpu.fake.refusals() == []
+
+
+def test_an_engine_that_captures_a_graph_does_not_notice(
+    gpu: EngineGpu, gpu_host: DaemonHost, cache: GpuCache, namespace: Namespace
+) -> None:
+    """A global capture forbids every thread of the process what allocates, registers or waits, unless that
+    thread has said that it knows: one such call, and the engine has lost its graph."""
+    captured, stream, busy = gpu.stream(), gpu.stream(), ctypes.c_int()
+    gpu.fake.raw.cuStreamBeginCapture_v2(ctypes.c_void_p(captured), 0)
+    with Client(**options(cache, gpu_host.socket, "one", namespace)) as client:
+        ready(client)
+        for index, value in enumerate(HASHES):
+            cache.fill(index, value)
+        transfer = client.store(HASHES, IDS, doorbell=Doorbell(0, 1))
+        client.ring_on(stream, 0, 1)
+        assert transfer.wait(TRANSFER_S).done
+        load(client, cache)
+        gpu.fake.raw.cuStreamIsCapturing(ctypes.c_void_p(captured), ctypes.byref(busy))
+        assert busy.value == 1, "and 2 if it was broken"
+    assert gpu.fake.raw.cuStreamEndCapture(ctypes.c_void_p(captured), None) == 0
 
 
 def test_a_store_waits_for_the_work_that_the_stream_holds(

@@ -4,8 +4,10 @@ import asyncio
 import fcntl
 
 from kvtierd.core.actions import Direction
-from kvtierd.core.stimuli import PartOutcome, WorkerLost
+from kvtierd.core.stimuli import PartOutcome, WorkerExited, WorkerLost
 from kvtierd.workers.channel.status import StatusWord
+from kvtierd.workers.copy.gpu.device import REGISTER_REST_S
+from kvtierd.workers.lane_chunks import LaneChunks, Pacing
 from kvtierd.workers.supervisor.handles import SupervisorLimits
 
 from tests.integration.worker.conftest import StartRig
@@ -41,6 +43,29 @@ async def test_an_idle_worker_registers_the_whole_pool(start_rig: StartRig, gpu:
     assert gpu.fake.calls(REGISTERS, rig.pid) == 2
     await rig.store(await rig.client(LAYOUT), [0, 1])
     assert gpu.fake.calls(REGISTERS, rig.pid) == 2
+
+
+async def test_while_an_engine_computes_the_pool_is_registered_with_rests(
+    start_rig: StartRig, gpu: Gpu
+) -> None:
+    """Registering may stop an engine's kernels for a moment."""
+    rig = await start_rig(pool_bytes=TWO_AREAS, chunks=LaneChunks(pacing=Pacing.ALWAYS))
+    await until(lambda: gpu.fake.calls(REGISTERS, rig.pid) == 1)
+    began_s = asyncio.get_running_loop().time()
+    await registered(rig, extents_bytes(rig))
+    assert asyncio.get_running_loop().time() - began_s > REGISTER_REST_S / 2
+
+
+async def test_a_worker_that_is_killed_has_the_longer_to_end_the_more_it_has_registered(
+    start_rig: StartRig, gpu: Gpu
+) -> None:
+    limits = SupervisorLimits(unpin_bytes_per_s=1 * MIB)
+    rig = await start_rig(pool_bytes=TWO_AREAS, limits=limits)
+    await registered(rig, extents_bytes(rig))
+    [handle] = rig.supervisor.workers.values()
+    rig.supervisor.lives.lose(handle, "a test")
+    assert handle.end_s == limits.kill_deadline_s + extents_bytes(rig) / MIB
+    await until(lambda: rig.seen(WorkerExited), "its end does not wait for that")
 
 
 async def test_a_copy_has_registered_what_it_needs(start_rig: StartRig, gpu: Gpu) -> None:

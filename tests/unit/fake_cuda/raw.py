@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
@@ -129,9 +130,11 @@ class Raw:
 
     # --- chunks
 
-    def create(self, size: int, device: int = 0, exportable: bool = True) -> int:
+    def create(
+        self, size: int, device: int = 0, exportable: bool = True, handle_types: int | None = None
+    ) -> int:
         handle = c_uint64()
-        properties = Properties(1, int(exportable), 1, device)
+        properties = Properties(1, int(exportable) if handle_types is None else handle_types, 1, device)
         self.call("cuMemCreate", byref(handle), c_size_t(size), byref(properties), c_uint64(0))
         return handle.value
 
@@ -221,7 +224,33 @@ class Raw:
     def write_value(self, stream: int, address: int, value: int) -> None:
         self.call("cuStreamWriteValue64_v2", c_void_p(stream), c_uint64(address), c_uint64(value), 0)
 
+    # --- captures
+
+    def begin_capture(self, stream: int, mode: int) -> None:
+        self.call("cuStreamBeginCapture_v2", c_void_p(stream), mode)
+
+    def end_capture(self, stream: int) -> None:
+        self.call("cuStreamEndCapture", c_void_p(stream), None)
+
+    def thread_mode(self, mode: int) -> None:
+        """This thread's: 0 global, 1 thread-local, 2 relaxed."""
+        self.call("cuThreadExchangeStreamCaptureMode", byref(c_int(mode)))
+
     # --- copies
+
+    def copy_steadily(self, size: int, chunk: int, flights: int) -> None:
+        """Copies so many bytes to the device, in chunks, with so many of them under way."""
+        memory = mmap.mmap(-1, chunk)
+        host = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.register(host, chunk)
+        address, stream = self.alloc(chunk), self.stream()
+        events = [self.event() for _ in range(flights)]
+        for number in range(size // chunk):
+            event = events[number % flights]
+            self.call("cuEventSynchronize", c_void_p(event))
+            self.copy(address, host, chunk, stream)
+            self.record(event, stream)
+        self.synchronize(stream)
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         self.call("cuMemcpyAsync", c_uint64(destination), c_uint64(source), c_size_t(size), c_void_p(stream))

@@ -50,6 +50,9 @@ class SupervisorLimits:
     kill_deadline_s: float = 5.0
     """A worker that is still there this long after SIGKILL is reported. Its blocks stay held until it is
     gone."""
+    unpin_bytes_per_s: float = 5e9
+    """A GPU's worker has longer: its end gives back what it has registered with the driver, and the kernel
+    walks all of it in pages of 4 KiB. 10 GB have taken a second (torch-quiver #57), so this is patient."""
     watch_period_s: float = 0.25
     respawn_delay_min_s: float = 0.1
     """Wait before a worker is replaced; it doubles with every replacement that does not last."""
@@ -131,6 +134,8 @@ class WorkerHandle:
     deadline_s: float = 0.0
     """STARTING: for Ready. ENDING and LOST: for the process to be gone; infinite once a LOST one has been
     reported."""
+    end_s: float = 0.0
+    """LOST: how long its process may take to be gone."""
     parts: dict[PartId, Direction] = field(default_factory=dict)
     """Parts that were posted and have not finished."""
     requests: dict[int, MappingRequest] = field(default_factory=dict)

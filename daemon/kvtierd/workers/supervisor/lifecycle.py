@@ -12,6 +12,7 @@ from kvtierd.core.stimuli import WorkerExited, WorkerLost
 from kvtierd.logs import logger
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import PEER_CLOSED, close_fds
+from kvtierd.workers.channel.status import StatusWord
 from kvtierd.workers.supervisor import handles
 from kvtierd.workers.supervisor.devices import SupervisedDevices
 from kvtierd.workers.supervisor.kinds import DiskOptions, WorkerKind, disk_worker, gpu_environment
@@ -113,7 +114,7 @@ class Lifecycle:
         most `grace_s`; then workers get SIGKILL.
 
         Events go on until the last process is gone. Returns False if one could not be killed within
-        `kill_deadline_s`.
+        `kill_deadline_s`, or longer for one that has memory registered.
         """
         self._stopping = True
         for timer in self._respawn_timers.values():
@@ -127,7 +128,7 @@ class Lifecycle:
             await self._all_gone(grace_s)
         for handle in list(self.workers.values()):
             self.lose(handle, "the daemon stops")
-        gone = await self._all_gone(self._limits.kill_deadline_s)
+        gone = await self._all_gone(max(map(self._end_s, self.workers.values()), default=0.0))
         self._reserve.close()
         if gone and self._watch_timer is not None:
             self._watch_timer.cancel()
@@ -345,7 +346,8 @@ class Lifecycle:
         is_new = handle.state is not handles.WorkerProcessState.STARTING or self._is_new(handle, why)
         handle.state = handles.WorkerProcessState.LOST
         handle.why = why
-        handle.deadline_s = self.watch.now_s + self._limits.kill_deadline_s
+        handle.end_s = self._end_s(handle)
+        handle.deadline_s = self.watch.now_s + handle.end_s
         process = self.processes[handle.worker]
         process.kill()
         process.channel.close()
@@ -356,6 +358,12 @@ class Lifecycle:
         say(f"{handle.kind.title} lost", worker_pid=handle.pid, device=handle.device, why=why)
         if handle.announced:
             self._emit(WorkerLost(handle.worker, why))
+
+    def _end_s(self, handle: handles.WorkerHandle) -> float:
+        """How long the process of a worker that is killed may take to be gone."""
+        process, limits = self.processes.get(handle.worker), self._limits
+        registered_bytes = 0 if process is None else process.status.read()[StatusWord.REGISTERED_BYTES]
+        return limits.kill_deadline_s + registered_bytes / limits.unpin_bytes_per_s
 
     def _copy_hung(self, handle: handles.WorkerHandle) -> None:
         """A lane of a live worker is stuck in a copy. Batches of copies are known to hang a driver

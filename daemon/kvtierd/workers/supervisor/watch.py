@@ -51,7 +51,7 @@ class Watch:
                     "gone",
                     worker_pid=handle.pid,
                     device=handle.device,
-                    waited_s=self._limits.kill_deadline_s,
+                    waited_s=round(handle.end_s, 1),
                 )
         return None
 

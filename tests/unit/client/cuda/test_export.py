@@ -15,9 +15,11 @@ from kvtier.cuda.export import PACKET_CHUNKS_MAX
 
 from tests.support.engine_gpu import EngineGpu
 from tests.unit.client.cuda.conftest import MakeGpu
+from tests.unit.fake_cuda.raw import Raw
 
 pytestmark = pytest.mark.fake_gpu
 MIB = 1 << 20
+FABRIC = 8
 
 
 def descriptors() -> int:
@@ -153,6 +155,19 @@ def test_chunks_made_without_a_handle_type_are_refused_with_what_to_change(gpu: 
         assert isinstance(error, NotExportableError)
         for hint in ("expandable_segments", "POSIX_FILE_DESCRIPTOR", "MirrorMemory"):
             assert hint in error.message
+
+
+def test_chunks_with_fabric_handles_only_are_named_with_what_to_change(make_gpu: MakeGpu) -> None:
+    """As torch makes them where there is IMEX."""
+    gpu = make_gpu(imex=1)
+    raw, size = Raw(gpu.fake.library), gpu.driver.chunk_granularity(gpu.ordinal)
+    address = raw.reserve(size)
+    raw.map(address, size, raw.create(size, handle_types=FABRIC))
+    raw.allow(address, size)
+    error = refused(DeviceMemory(address, size))
+    assert isinstance(error, NotExportableError)
+    for hint in ("fabric handles only", "POSIX_FILE_DESCRIPTOR", "MirrorMemory"):
+        assert hint in error.message
 
 
 def test_ipc_that_is_not_allowed_is_refused_with_what_to_change(gpu: EngineGpu) -> None:

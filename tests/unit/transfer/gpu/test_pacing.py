@@ -1,8 +1,14 @@
-"""When the chunks of a GPU's lanes are small."""
+"""When the chunks of a GPU's lanes are small, and how its copies are handed over."""
+
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
+from kvtierd.workers.copy.gpu.device import descriptors_of
 from kvtierd.workers.copy.gpu.pacing import STEPPING_S, ChunkPace
 from kvtierd.workers.lane_chunks import LaneChunks, Pacing
+
+from tests.support.fake_cuda import FakeCuda
 
 MIB = 1 << 20
 
@@ -40,3 +46,17 @@ def test_pacing_can_be_chosen(pacing: Pacing, paced: bool) -> None:
 def test_a_paced_chunk_is_never_larger_than_the_usual_one() -> None:
     pace = ChunkPace(LaneChunks(store_bytes=MIB, flights=5, pacing=Pacing.ALWAYS))
     assert (pace.bytes_of(load=True), pace.bytes_of(load=False), pace.flights) == (4 * MIB, MIB, 1)
+
+
+@pytest.mark.fake_gpu
+@pytest.mark.parametrize(
+    ("version", "hinted"), [(12_080, False), (13_000, False), (13_010, True), (14_000, True)]
+)
+def test_batches_carry_the_overlap_flag_where_the_driver_heeds_it(
+    make_fake_cuda: Callable[..., FakeCuda], version: int, hinted: bool
+) -> None:
+    driver = make_fake_cuda(version=version).driver()
+    for method in ("auto", "batch"):
+        how = descriptors_of(driver, method, cast(Any, None), 1, to_device=True).how
+        assert ("to overlap with kernels" in how) is hinted
+    assert "overlap" not in descriptors_of(driver, "loop", cast(Any, None), 1, to_device=True).how

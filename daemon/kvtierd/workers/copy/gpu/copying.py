@@ -4,7 +4,7 @@ they have landed."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -65,7 +65,7 @@ class Rows:
     """Two-dimensional copies, one by one."""
 
     def __init__(self, copies: Copies, pool: PoolRegistration, stream: int, to_device: bool) -> None:
-        self.how = "two-dimensional copies, one by one (as asked for)"
+        self.how = "two-dimensional copies, one by one"
         self._copy = copies.rows_to_device if to_device else copies.rows_to_host
         self._pool = pool
         self._stream = stream
@@ -77,6 +77,22 @@ class Rows:
             block_ids, pool.address, pool.pool_bytes, slots, self._to_device, pool.borders
         )
         self._copy(*rows, self._stream)
+
+
+class BySize:
+    """Copies blocks of small fragments in other ways than the rest."""
+
+    def __init__(self, small: Sequence[tuple[int, Descriptors]], others: Descriptors) -> None:
+        """`small`: the most bytes of a fragment, on average of a block, and the way; in rising order."""
+        kinds = [f"fragments up to {most >> 10} KiB by {way.how}" for most, way in small]
+        self.how = "; ".join([others.how, *kinds])
+        self._small = tuple(small)
+        self._others = others
+
+    def submit(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> None:
+        fragment_bytes = plan.slot_bytes // plan.planes
+        ways = (way for most, way in self._small if fragment_bytes <= most)
+        next(ways, self._others).submit(plan, block_ids, slots)
 
 
 class GpuCopier:

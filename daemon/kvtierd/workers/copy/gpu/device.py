@@ -15,9 +15,10 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.status import StatusPage, StatusWord
 from kvtierd.workers.copy.device import Area, DeviceUnusableError
 from kvtierd.workers.copy.gpu import numa
-from kvtierd.workers.copy.gpu.copying import Batches, Descriptors, GpuCopier, Rows
+from kvtierd.workers.copy.gpu.copying import Batches, BySize, Descriptors, GpuCopier, Rows
 from kvtierd.workers.copy.gpu.fatal import context_guard
 from kvtierd.workers.copy.gpu.imports import OUT_OF_MEMORY, GpuChunk, Imports
+from kvtierd.workers.copy.gpu.methods import MeasuredMethod, measured_methods
 from kvtierd.workers.copy.gpu.pacing import ChunkPace
 from kvtierd.workers.copy.gpu.registration import PoolRegistration
 from kvtierd.workers.copy.gpu.sealing import Sealer
@@ -32,6 +33,10 @@ REGISTER_RETRY_S = 0.05
 OVERLAP_VERSION = 13_010
 """From CUDA 13.1 on the overlap flag has batches copied by copy engines, where they might take
 multiprocessors from the engine's kernels (rapidsai/cudf#23674); drivers before ignore it."""
+
+REGISTER_REST_S = 0.25
+"""Between two areas of 256 MiB while an engine computes. An area takes about 25 ms, and registering may stop
+an engine's kernels for a moment (RTAS 2024)."""
 
 REGISTER_FAILURES_MAX = 3
 """After so many failures in the background, the pool is registered only as it is used."""
@@ -104,7 +109,14 @@ class GpuDevice:
                 GpuCopier(
                     driver,
                     stream,
-                    _descriptors(driver, options.copy_method, self._registration, stream, sealer is None),
+                    descriptors_of(
+                        driver,
+                        options.copy_method,
+                        self._registration,
+                        stream,
+                        to_device=sealer is None,
+                        small=measured_methods(self._gpu.product, to_device=sealer is None),
+                    ),
                     records,
                     self._registration,
                     sealer,
@@ -172,6 +184,8 @@ class GpuDevice:
             # Tries are rare, so that lanes, which try all the time, come first, here and on other GPUs.
             while not self._registration.register(area):
                 time.sleep(REGISTER_RETRY_S)
+            if self._pace.paced:
+                time.sleep(REGISTER_REST_S)
         except (cuda.CudaError, OSError) as error:
             self._register_failures += 1
             _log.warning("a part of the pool is registered when it is used", why=str(error))
@@ -201,12 +215,23 @@ def _find(driver: cuda.Driver, name: str) -> cuda.DeviceInfo:
     return gpu
 
 
-def _descriptors(
-    driver: cuda.Driver, method: str, pool: PoolRegistration, stream: int, to_device: bool
+def descriptors_of(
+    driver: cuda.Driver,
+    method: str,
+    pool: PoolRegistration,
+    stream: int,
+    *,
+    to_device: bool,
+    small: Sequence[MeasuredMethod] = (),
 ) -> Descriptors:
+    """Returns how copies in one direction get to the driver. `method` is that of `GpuOptions`; `small` says
+    what suits small fragments, which auto heeds. Raises CudaUnavailableError if the driver cannot do what was
+    asked for."""
+    if method == "rows":
+        return Rows(cuda.Copies(driver, cuda.CopyMethod.LOOP), pool, stream, to_device)
     copies = cuda.Copies(
         driver,
-        None if method in ("auto", "batch") else cuda.CopyMethod.LOOP,
+        cuda.CopyMethod.LOOP if method == "loop" else None,
         prefer_overlap=driver.version >= OVERLAP_VERSION,
     )
     if method == "batch" and copies.method is cuda.CopyMethod.LOOP:
@@ -214,8 +239,13 @@ def _descriptors(
             f"the driver supports CUDA {driver.version_text}, which has no batched copies: set "
             "workers.gpu_copy_method to auto"
         )
-    kind = Rows if method == "rows" else Batches
-    return kind(copies, pool, stream, to_device)
+    usual = Batches(copies, pool, stream, to_device)
+    if method != "auto" or not small:
+        return usual
+    ways = {
+        one.method: descriptors_of(driver, one.method, pool, stream, to_device=to_device) for one in small
+    }
+    return BySize([(one.most_bytes, ways[one.method]) for one in small], usual)
 
 
 @contextmanager
