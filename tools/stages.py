@@ -28,6 +28,9 @@ LOGS = REPO / "build" / "logs"
 BIN = Path(sys.executable).parent
 END_GRACE_S = 20
 WHY_LINES = 6
+COLOR = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
+"""An argument of pytest, which cannot see whether a person reads its output, because that goes through a
+pipe."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def pytest_stage(
     Each test has its own timeout. `deadline_s` is for a run that does not end: three times what the stage
     takes on two cores of its own, because a machine may be shared.
     """
-    command = [str(BIN / "pytest"), "-m", marks, f"--junit-xml={LOGS / name}.xml", "--color=yes", *folders]
+    command = [str(BIN / "pytest"), "-m", marks, f"--junit-xml={LOGS / name}.xml", COLOR, *folders]
     command += [f"--ignore={each}" for each in without]
     command += [f"--numprocesses={workers}", "--dist=loadfile"] * bool(workers)
     return Stage(name, command, proves, deadline_s, True, least or {}, environment or {})

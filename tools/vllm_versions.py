@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tools.stages import LOGS, REPO, Stage, run_all, to_the_end
+from tools.stages import COLOR, LOGS, REPO, Stage, run_all, to_the_end
 
 VERSIONS = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = (
@@ -46,8 +46,8 @@ def stages(version: str) -> list[Stage]:
     pytest = [
         str(REPO / venv / "bin" / "pytest"),
         f"--junit-xml={LOGS / name}.xml",
-        "--color=yes",
-        "--numprocesses=3",
+        COLOR,
+        "--numprocesses=4",
         "--dist=loadfile",
     ]
     return [

@@ -40,7 +40,10 @@ def write(paths: list[Path], out: Path) -> str:
     sections += [f"![{name}]({name}.svg)" for name in plots]
     sections += [section(step) for step in merged.steps]
     (out / "report.md").write_text("\n\n".join(sections) + "\n")
-    return f"\n{targets(merged)}\n\nThe whole report: {out / 'report.md'}"
+    told = [stop_rules.table(merged)]
+    if any(target.measured(merged) is not None for target in TARGETS):
+        told.append(targets(merged, all_of_them=False))
+    return "\n" + "\n\n".join([*told, f"The whole report: {out / 'report.md'}"])
 
 
 def merge(records: list[Record]) -> Record:
@@ -90,11 +93,13 @@ def header(records: list[Record]) -> str:
     return "\n".join(lines)
 
 
-def targets(record: Record) -> str:
-    """A table of every target and what the record says to it."""
+def targets(record: Record, *, all_of_them: bool = True) -> str:
+    """A table of every target and what the record says to it, or of those of which it says something."""
     lines = ["| target | wanted | measured | |", "|---|---|---|---|"]
     for target in TARGETS:
         value = target.measured(record)
+        if value is None and not all_of_them:
+            continue
         if value is None:
             measured, verdict = "–", "not measured"
         else:

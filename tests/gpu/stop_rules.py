@@ -49,7 +49,11 @@ def _opened(kind: str, *cases: str) -> Callable[[Record], Finding | None]:
     def judge(record: Record) -> Finding | None:
         rows = [row for row in record.rows("sharing") if row["case"] in cases and kind in row]
         refused = [f"{row['case']}: {row[kind]}" for row in rows if row[kind] != "ok"]
-        return Finding(bool(refused), "; ".join(refused) or f"{len(rows)} cases open") if rows else None
+        return (
+            Finding(bool(refused), "; ".join(refused) or f"open in each case tried ({len(rows)})")
+            if rows
+            else None
+        )
 
     return judge
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.calls import CALLS
 from tests.gpu.plan import MATRIX, PROBE
 from tests.gpu.record import DONE, FAKE_STATEMENT, SKIPPED, load
 
@@ -43,6 +44,32 @@ def test_every_step_runs_on_the_fake_driver(out: Path) -> None:
         else:
             assert (step.state, step.why) == (DONE, "")
             assert step.rows
+
+
+@pytest.mark.fake_gpu
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_calls_of_the_first_hour_leave_one_report(tmp_path: Path) -> None:
+    """Each with results of its own; the suite needs a GPU."""
+    for call in (1, 3, 4):
+        command = [sys.executable, "tests/gpu/run.py", "--fake", "--build=never", f"--call={call}"]
+        done = subprocess.run(
+            [*command, f"--out={tmp_path}"],
+            cwd=REPO,
+            env=os.environ,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        record = load(tmp_path / f"call-{call}" / "results.json")
+        assert [step.name for step in record.steps] == [PROBE.name, *CALLS[call].steps]
+    report = (tmp_path / "report.md").read_text()
+    assert report.count("Run of ") == 3
+    for step in MATRIX:
+        assert f"## {step.number} {step.title}" in report
+    assert "## What would change the design" in report
 
 
 @pytest.mark.fake_gpu
