@@ -30,15 +30,17 @@ def _of_python(environment: Mapping[str, str]) -> dict[str, str]:
 _context = multiprocessing.get_context("forkserver")
 _imported: list[str] = []
 _environment = _of_python(os.environ)
+_interpreter = sys.executable
 START_S = 60.0
 """For a fork to begin; it takes milliseconds."""
 
 
 def use(module: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process forks from one that has imported `module`, a program with such an environment. The
-    first to ask decides. What has other variables of the interpreter's has to be executed: a fork would not
-    heed them, and if the forks' parent started with them, every later fork would."""
-    if _of_python(environment) != _environment:
+    first to ask decides. What has other variables of the interpreter's, or while `sys.executable` is another,
+    has to be executed: a fork would not heed them, and if the forks' parent started with them, every later
+    fork would."""
+    if _of_python(environment) != _environment or sys.executable != _interpreter:
         return False
     if not _imported:
         _imported.append(module)
