@@ -35,6 +35,7 @@ BENCHMARKS = {
     "neighbours": "a tenant's calls alone, and beside another user that does its worst",
     "held_by_others": "whether the time of a lookup tells of blocks that another tenant has",
     "transfers": "store to commit and load, end to end, through a real daemon",
+    "store_behind_loads": "a store alone, and beside another engine that loads without a pause",
 }
 
 
@@ -79,6 +80,7 @@ TARGETS = {
         Target("connector_step_64_waiting_ms", at_most=2.0),
         Target("connector_step_64_misses_ms", at_most=2.0),
         Target("miss_step_cpu_ratio", at_most=1.05),
+        Target("store_beside_loads_p50_ratio", at_most=3.0),
     )
 }
 

@@ -212,17 +212,20 @@ def test_turns_go_round_by_tenant_and_then_by_session(bench: Bench) -> None:
     assert [number for number, _ in bench.load.submitted] == [10, 60, 20, 60, 30, 60, 10, 20, 30]
 
 
-def test_a_store_waits_for_loads_of_its_own_tenant_and_not_for_those_of_others(bench: Bench) -> None:
-    attacker, victim = session(1, tenant=1), session(2, tenant=2)
-    bench.post(1, attacker, 50 * BLOCKS)
+@pytest.mark.parametrize("others_tenant", [1, 2])
+def test_a_store_waits_for_loads_of_its_own_session_and_not_for_those_of_others(
+    bench: Bench, others_tenant: int
+) -> None:
+    loading, other = session(1, tenant=1), session(2, tenant=others_tenant)
+    bench.post(1, loading, 50 * BLOCKS)
     bench.lanes.start()
     until(lambda: len(bench.load.flying) == 2)
-    bench.post(11, attacker, 4 * BLOCKS, is_load=False)
-    bench.post(21, victim, 4 * BLOCKS, is_load=False)
+    bench.post(11, loading, 4 * BLOCKS, is_load=False)
+    bench.post(21, other, 4 * BLOCKS, is_load=False)
     bench.store.let_land(8)
     until(lambda: 21 in bench.ends)
-    of_victim = [index for index, (number, _) in enumerate(bench.store.submitted) if number == 21]
-    assert of_victim == [0, 1, 2, 3], "the attacker's own store waits for its loads"
+    of_other = [index for index, (number, _) in enumerate(bench.store.submitted) if number == 21]
+    assert of_other == [0, 1, 2, 3], "the loading session's own store waits for its loads"
     until(lambda: 11 in bench.ends)  # and only so long, even if the loads never end
     assert bench.load.landed == []
     bench.load.let_land(50)
@@ -382,8 +385,9 @@ def test_a_full_copier_gets_nothing_until_it_has_room(bench: Bench) -> None:
 
 def test_stores_let_loads_go_first_but_not_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtierd.workers.copy.lanes.STORE_YIELD_S_MAX", 3600.0)
-    bench.post(1, session(1), BLOCKS)
-    bench.post(2, session(2), BLOCKS, is_load=False)
+    one = session(1)
+    bench.post(1, one, BLOCKS)
+    bench.post(2, one, BLOCKS, is_load=False)
     bench.lanes.start()
     until(lambda: bench.load.submitted)
     assert bench.store.submitted == []
@@ -392,9 +396,9 @@ def test_stores_let_loads_go_first_but_not_for_ever(bench: Bench, monkeypatch: p
     bench.store.let_land(1)
     until(lambda: 2 in bench.ends)
     monkeypatch.setattr("kvtierd.workers.copy.lanes.STORE_YIELD_S_MAX", 0.001)
-    bench.post(3, session(1), BLOCKS)
+    bench.post(3, one, BLOCKS)
     until(lambda: len(bench.load.submitted) == 2)
-    bench.post(4, session(2), BLOCKS, is_load=False)
+    bench.post(4, one, BLOCKS, is_load=False)
     until(lambda: len(bench.store.submitted) == 2)
     assert 3 not in bench.ends
 

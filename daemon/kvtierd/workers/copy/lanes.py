@@ -5,6 +5,7 @@ no session waits for another's large part, and the device always has its next ch
 and within a tenant by session, so a tenant gets no more by having more sessions.
 """
 
+import itertools
 import logging
 import os
 import threading
@@ -26,9 +27,9 @@ from kvtierd.workers.log import logger
 _log = logger(__name__)
 
 STORE_YIELD_S_MAX = 0.02
-"""While loads of its own tenant have work, a store waits at most this long before each chunk, and never for
-loads of others. So loads without end leave stores a chunk every 20 ms (200 MB/s on the CPU), and not
-nothing."""
+"""While loads of its own session have work, a store waits at most this long before each chunk, and never for
+loads of other engines. So loads without end leave an engine's own stores a chunk every 20 ms (200 MB/s on the
+CPU), and not nothing."""
 
 FULL_POLL_S = 0.05
 """Time between looks at a copier that is full, in case nobody reports that it has room."""
@@ -80,15 +81,15 @@ class _Lane:
         self.turns: OrderedDict[int, deque[MappedSession]] = OrderedDict()
         """The sessions of `runnable` by tenant. The first tenant has the next turn, and of it the first
         session."""
-        self.active: Counter[int] = Counter()
-        """How many parts of each tenant are runnable, or have started and not ended."""
+        self.active: Counter[MappedSession] = Counter()
+        """How many parts of each session are runnable, or have started and not ended."""
         self.flights: deque[Flight] = deque()
         """Chunks under way, oldest first. This and what follows is used by the lane's thread only, except
         `any_abandoned`."""
         self.landed_ns = 0
         """When a flight last landed."""
-        self.yields_until_s: dict[int, float] = {}
-        """Until when a tenant's next chunk lets its loads go first, for those that do."""
+        self.yields_until_s: dict[MappedSession, float] = {}
+        """Until when a session's next chunk lets its loads go first, for those that do."""
         self.any_abandoned = False
         """Whether it may have a part that was abandoned between two chunks."""
 
@@ -101,14 +102,13 @@ class _Lane:
             self.runnable[part.session] = deque()
             self.turns.setdefault(part.session.tenant, deque()).append(part.session)
         self.runnable[part.session].append(part)
-        self.active[part.session.tenant] += 1
+        self.active[part.session] += 1
 
     def over(self, part: PartTask) -> None:
         """The part is not active any more."""
-        tenant = part.session.tenant
-        self.active[tenant] -= 1
-        if not self.active[tenant]:
-            del self.active[tenant]
+        self.active[part.session] -= 1
+        if not self.active[part.session]:
+            del self.active[part.session]
 
     def take(self, wanted: Callable[[PartTask], bool]) -> list[PartTask]:
         """Takes out the runnable parts that have not started and for which `wanted` is true."""
@@ -136,9 +136,9 @@ class _Lane:
             del self.runnable[session]
             sessions = self.turns[session.tenant]
             sessions.remove(session)
+            self.yields_until_s.pop(session, None)
             if not sessions:
                 del self.turns[session.tenant]
-                self.yields_until_s.pop(session.tenant, None)
 
     def abandoned(self) -> PartTask | None:
         """A part that was abandoned between two chunks, or None."""
@@ -150,12 +150,13 @@ class _Lane:
             self.any_abandoned = False
         return None
 
-    def next_chunk(self, tenant: int) -> _Submit:
-        """The next chunk of the tenant's session whose turn it is."""
-        sessions = self.turns[tenant]
-        part = self.runnable[sessions[0]][0]
-        sessions.rotate(-1)
-        self.turns.move_to_end(tenant)
+    def next_chunk(self, session: MappedSession) -> _Submit:
+        """The session's next chunk. Then it is the others' turn."""
+        part = self.runnable[session][0]
+        sessions = self.turns[session.tenant]
+        sessions.remove(session)
+        sessions.append(session)
+        self.turns.move_to_end(session.tenant)
         part.state = PartTaskState.RUNNING
         first = 0 if part.run is None else part.run.submitted
         last = min(first + self._blocks(part), len(part.block_ids))
@@ -290,10 +291,10 @@ class Lanes:
                     if abandoned is not None:
                         lane.drop(abandoned)
                         return _Submit(abandoned, None)
-                    tenant, hold_s = self._turn(lane, now_s)
+                    session, hold_s = self._turn(lane, now_s)
                     if hold_s <= 0:
-                        lane.yields_until_s.pop(tenant, None)
-                        return lane.next_chunk(tenant)
+                        lane.yields_until_s.pop(session, None)
+                        return lane.next_chunk(session)
                     wait_s = hold_s if wait_s is None else min(wait_s, hold_s)
                 if lane.flights:
                     return _Land()
@@ -301,21 +302,21 @@ class Lanes:
                     return None
                 lane.wake.wait(wait_s)
 
-    def _turn(self, lane: _Lane, now_s: float) -> tuple[int, float]:
-        """The tenant that has the next turn, and how long the lane must not submit, 0 if it may. Stores let
-        loads of their own tenant go first for a while, and everything waits until the copier has room."""
-        first = next(iter(lane.turns))
+    def _turn(self, lane: _Lane, now_s: float) -> tuple[MappedSession, float]:
+        """The session that has the next turn, and how long the lane must not submit, 0 if it may. Stores let
+        loads of their own session go first for a while, and everything waits until the copier has room."""
+        first = next(iter(lane.turns.values()))[0]
         if lane.copier.is_full():
             return first, FULL_POLL_S
         if lane is self._load or self._stopping:
             return first, 0.0
         hold_s = STORE_YIELD_S_MAX
-        for tenant in lane.turns:
-            if tenant not in self._load.active:
-                return tenant, 0.0
-            until_s = lane.yields_until_s.setdefault(tenant, now_s + STORE_YIELD_S_MAX)
+        for session in itertools.chain.from_iterable(lane.turns.values()):
+            if session not in self._load.active:
+                return session, 0.0
+            until_s = lane.yields_until_s.setdefault(session, now_s + STORE_YIELD_S_MAX)
             if until_s <= now_s:
-                return tenant, 0.0
+                return session, 0.0
             hold_s = min(hold_s, until_s - now_s)
         return first, hold_s
 
@@ -412,5 +413,5 @@ class Lanes:
     def _ended(self, lane: _Lane, part: PartTask) -> None:
         with self.lock:
             lane.over(part)
-            if lane is self._load and part.session.tenant not in lane.active:
+            if lane is self._load and part.session not in lane.active:
                 self._store.wake.notify_all()
