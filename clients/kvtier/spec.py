@@ -15,7 +15,7 @@ from kvtier.v1 import cache_pb2, side_pb2, types_pb2
 from kvtier.words import DOORBELLS_DEFAULT, PARTS_DEFAULT
 
 PROTOCOL_VERSION = 1
-FEATURES = ("index-page", "joint-lookup", "retention", "batches")
+FEATURES = ("index-page", "joint-lookup", "retention", "batches", "unanswered")
 """The features that this client requires of a daemon, as named in Hello and Welcome."""
 WORLD_SIZE_MAX = 1_024
 RANGES_MAX = 4_096

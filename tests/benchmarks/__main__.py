@@ -70,6 +70,7 @@ TARGETS = {
         Target("lookup_local_1024_p50_us", at_most=100),
         Target("lookup_grpc_stream_1024_p50_us", at_most=500),
         Target("lookup_one_behind_8192_p99_us", at_most=2_000),
+        Target("lookup_leased_1_ratio", at_most=1.15),
         Target("restart_1m_s", at_most=1.0),
         Target("restart_disk_1m_s", at_most=1.0),
         *(

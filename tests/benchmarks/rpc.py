@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.integration.daemon.raw import RawSession
 
 SIZES = (1, 64, 1_024, 8_192)
 CALLS = {1: 1_500, 64: 1_000, 1_024: 600, 8_192: 150}
+TURNS = 5
 PAGE = 4_096
 STORED = max(SIZES)
 
@@ -62,6 +64,7 @@ def measure(running: Rig) -> dict[str, float]:
             CALLS[size],
         )
         report(figures, f"lookup_grpc_stream_{size}", taken)
+    leased(figures, running, joined)
     with Unary(running, joined) as unary:
         for size in SIZES:
             wanted = joined[: size * 32]
@@ -71,6 +74,27 @@ def measure(running: Rig) -> dict[str, float]:
             report(figures, f"lookup_grpc_unary_{size}", taken)
         behind(figures, running, unary, joined)
     return figures
+
+
+def leased(figures: dict[str, float], running: Rig, joined: bytes) -> None:
+    """A lookup with a lease that is given back, against the same lookup without one, in turns."""
+
+    def with_lease(wanted: bytes) -> None:
+        with running.client.lookup(wanted, lease=True, timeout_s=DEADLINE_S) as found:
+            if not found.leases:
+                raise RuntimeError(f"no lease: {found.error}")
+
+    for size in SIZES:
+        wanted = joined[: size * 32]
+        plain = partial(running.client.lookup, wanted, timeout_s=DEADLINE_S)
+        calls: dict[str, Callable[[], object]] = {"plain": plain, "leased": partial(with_lease, wanted)}
+        taken: dict[str, list[np.ndarray]] = {name: [] for name in calls}
+        for _ in range(TURNS):
+            for name, call in calls.items():
+                taken[name].append(microseconds(call, CALLS[size] // TURNS))
+        found = {name: np.concatenate(times) for name, times in taken.items()}
+        report(figures, f"lookup_leased_{size}", found["leased"])
+        figures[f"lookup_leased_{size}_ratio"] = float(np.median(found["leased"]) / np.median(found["plain"]))
 
 
 def local(figures: dict[str, float], running: Rig, hashes: list[bytes]) -> None:

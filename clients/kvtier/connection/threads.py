@@ -56,6 +56,9 @@ LASTED_S = 1.0
 REASON_S = 0.05
 """After the side socket is closed, the reason may come on the stream within this time."""
 IDLE_WAIT_S = 60.0
+RELEASE_DELAY_S = 0.02
+"""How long a lease that is given back may wait for a message to go with. Meanwhile its blocks cannot be
+evicted."""
 STREAM_JOIN_S = 2.0
 
 
@@ -95,6 +98,9 @@ class ConnectionThreads:
         self._address = address
         self._reports = reports
         self._writable = threading.Condition(self.lock)
+        self._lingers = False
+        """Whether the thread that sends looks again within RELEASE_DELAY_S by itself, so that nobody need
+        wake it for a lease that is given back."""
         self.closing = threading.Event()
         """Set once `end` was called."""
         self._working = threading.Event()
@@ -120,8 +126,12 @@ class ConnectionThreads:
 
     def wake_writer(self) -> None:
         """Wakes the thread that sends, if there are messages. Called with the lock held."""
-        if self.session.has_outgoing:
+        if self._must_send:
             self._writable.notify_all()
+
+    @property
+    def _must_send(self) -> bool:
+        return self.session.has_outgoing or (self.session.has_releases and not self._lingers)
 
     def flush(self) -> None:
         """Sends the messages that were submitted `lazily` and wait for another one. Never waits; costs next
@@ -313,11 +323,13 @@ class ConnectionThreads:
         """Yields what gRPC sends. It runs in a thread of gRPC's, which ends with it."""
         while True:
             with self._writable:
-                while not stream.over and not self.session.has_outgoing:
-                    self._writable.wait(IDLE_WAIT_S)
+                while not stream.over and not self._must_send:
+                    wait_s = RELEASE_DELAY_S if self._lingers else IDLE_WAIT_S
+                    self._lingers &= self._writable.wait(wait_s)
                 if stream.over:
                     return
                 messages = self.session.take_outgoing()
+                self._lingers = self.session.take_lease_asked()
             yield from messages
 
     def _read(self, stream: _Stream) -> None:

@@ -17,10 +17,6 @@ class HelloRecord:
     error: KvtierError | None = None
 
 
-class Ignored:
-    """Stands for a request whose answer does not matter."""
-
-
 class HeartbeatSent:
     """Stands for a heartbeat that was sent."""
 
@@ -35,4 +31,4 @@ class Submitted:
     """The lease that it consumes when it is accepted."""
 
 
-Pending = HelloRecord | LookupRecord | Submitted | Ignored | HeartbeatSent
+Pending = HelloRecord | LookupRecord | Submitted | HeartbeatSent

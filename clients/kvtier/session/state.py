@@ -19,7 +19,7 @@ from kvtier.session.attachment import Attachment
 from kvtier.session.batches import in_batches
 from kvtier.session.index import Index
 from kvtier.session.news import News
-from kvtier.session.pending import HeartbeatSent, HelloRecord, Ignored, Pending, Submitted
+from kvtier.session.pending import HeartbeatSent, HelloRecord, Pending, Submitted
 from kvtier.session.rank_memory import RankMemory
 from kvtier.spec import FEATURES, AttachSpec
 from kvtier.status import ClientState, ClientStatus, Counters
@@ -72,6 +72,10 @@ class ProtocolState:
         self._outgoing: deque[cache_pb2.AttachRequest] = deque()
         self._hurried = False
         """Whether some of these are to be sent at once; if not, all of them wait for one that is."""
+        self._unsent = 0
+        """How many of these are to be answered, and are among `_pending` already."""
+        self._lease_asked = False
+        """Whether the messages to be sent next ask for a lease."""
         self._silent_since_s: float | None = None
         self._suspect = False
         self.last_error = ""
@@ -125,8 +129,12 @@ class ProtocolState:
     @property
     def has_outgoing(self) -> bool:
         """Whether there is something to send now."""
-        attachment = self._attachment
-        return self._hurried or (attachment is not None and attachment.leases.has_releases)
+        return self._hurried
+
+    @property
+    def has_releases(self) -> bool:
+        """Whether there are leases to give back. They go with any message."""
+        return self._attachment is not None and self._attachment.leases.has_releases
 
     @property
     def has_unhurried(self) -> bool:
@@ -141,10 +149,15 @@ class ProtocolState:
         """Takes what is to be sent now, in order. The caller sends it."""
         self._send_releases()
         messages = list(self._outgoing)
-        self._clear_outgoing()
-        if messages and self._silent_since_s is None:
+        if self._unsent and self._silent_since_s is None:
             self._silent_since_s = self._clock()
+        self._clear_outgoing()
         return list(in_batches(messages)) if len(messages) > 1 else messages
+
+    def take_lease_asked(self) -> bool:
+        """Returns whether a lease was asked for since the last call, so that one may soon be given back."""
+        asked, self._lease_asked = self._lease_asked, False
+        return asked
 
     def receive(self, message: cache_pb2.AttachResponse) -> None:
         """Handles one message of the stream. Ignores what it does not expect."""
@@ -157,7 +170,7 @@ class ProtocolState:
     def _take(self, message: cache_pb2.AttachResponse) -> None:
         pending = self._pending.pop(message.id, None) if message.id else None
         self._suspect = False
-        answers_owed = len(self._pending) > len(self._outgoing)  # to requests that were sent
+        answers_owed = len(self._pending) > self._unsent
         self._silent_since_s = self._clock() if answers_owed else None
         if isinstance(pending, HeartbeatSent) and self._attachment is not None:
             self._attachment.heartbeat_pending = False
@@ -306,6 +319,7 @@ class ProtocolState:
         self.counters.lookups += 1
         if lease:
             self._send_releases()  # first what was given back, because leases are bounded
+            self._lease_asked = True
         record, asked = self._admit(hashes, queries, counts=True)
         if asked:
             wire = [query.to_proto() for query in queries]
@@ -378,7 +392,7 @@ class ProtocolState:
         if not touch.hashes or attachment is None or self._why_not_now() is not None:
             return
         request = touch.to_proto(self.spec.namespace.hash_bytes, attachment.lookup_hashes_max)
-        (self._send_lazily if lazily else self._send)(Ignored(), touch=request)
+        (self._send_lazily if lazily else self._send)(None, touch=request)
 
     def store(
         self,
@@ -453,7 +467,7 @@ class ProtocolState:
         if attachment is None or part is None or attachment.transfers.get(part.ticket) is not record:
             return
         if len(self._outgoing) < OUTGOING_MAX:
-            self._send(Ignored(), cancel=cache_pb2.CancelRequest(tickets=[part.ticket]))
+            self._send(None, cancel=cache_pb2.CancelRequest(tickets=[part.ticket]))
 
     def outcome(self, record: transfers.TransferRecord) -> transfers.Outcome:
         """Returns how a transfer stands: what the daemon reported or, for a client with a rank, what its part
@@ -482,33 +496,38 @@ class ProtocolState:
     def _newly_ready(self) -> bool:
         return self.state is ClientState.READY and self.epoch != self._ready_epoch
 
-    def _send(self, pending: Pending, **body: object) -> None:
+    def _send(self, pending: Pending | None, **body: object) -> None:
+        """Queues a message that is sent at once. `pending` takes its answer; None asks for none."""
         self._queue(pending, body)
         self._hurried = True
-        if self._silent_since_s is None:
+        if pending is not None and self._silent_since_s is None:
             self._silent_since_s = self._clock()
 
-    def _send_lazily(self, pending: Pending, **body: object) -> None:
+    def _send_lazily(self, pending: Pending | None, **body: object) -> None:
         """Queues a message that is sent with the next one."""
         if len(self._outgoing) < UNHURRIED_MAX:
             self._queue(pending, body)
         else:
             self._send(pending, **body)
 
-    def _queue(self, pending: Pending, body: dict[str, object]) -> None:
-        self._outgoing.append(cache_pb2.AttachRequest(id=self._next_id, **body))  # type: ignore[arg-type]
-        self._pending[self._next_id] = pending
-        self._next_id += 1
+    def _queue(self, pending: Pending | None, body: dict[str, object]) -> None:
+        request_id = 0 if pending is None else self._next_id
+        self._outgoing.append(cache_pb2.AttachRequest(id=request_id, **body))  # type: ignore[arg-type]
+        if pending is not None:
+            self._pending[request_id] = pending
+            self._unsent += 1
+            self._next_id += 1
 
     def _clear_outgoing(self) -> None:
         self._outgoing.clear()
         self._hurried = False
+        self._unsent = 0
 
     def _send_releases(self) -> None:
         attachment = self._attachment
         while attachment is not None and attachment.leases.has_releases:
             releases = cache_pb2.ReleaseRequest(lease_ids=attachment.leases.take_releases())
-            self._send(Ignored(), release=releases)
+            self._queue(None, {"release": releases})
 
     def _submit(
         self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None

@@ -88,7 +88,9 @@ class AttachRequest(google.protobuf.message.Message):
     PREFETCH_FIELD_NUMBER: builtins.int
     BATCH_FIELD_NUMBER: builtins.int
     id: builtins.int
-    """Chosen by the client, unique on this stream, and repeated in the reply. Zero for messages without a reply."""
+    """Chosen by the client, unique on this stream, and repeated in the reply. Zero for messages without a reply: a
+    batch, a heartbeat, and with the feature "unanswered" a release, touch or cancel.
+    """
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -300,7 +302,7 @@ class Hello(google.protobuf.message.Message):
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Optional abilities that the client can use. Welcome names those that the daemon has as well. "index-page": see
         OpenIndex. "joint-lookup": see LookupRequest. "retention": see Retention, TouchRequest.hold_ms and cold,
-        LookupRequest.host_only. "batches": see RequestBatch.
+        LookupRequest.host_only. "batches": see RequestBatch. "unanswered": see AttachRequest.id.
         """
 
     @property

@@ -64,6 +64,8 @@ class _Match:
     """The lookup was about units below it."""
     left: bool = False
     """Whether less can be loaded than is worth it."""
+    held_until_s: float = 0.0
+    """Until when its leases hold what was promised last; 0 if there may be more to ask."""
     end_since_s: float = 0.0
     """Since when the answers have ended at the PENDING block with `end_hash`."""
 
@@ -120,6 +122,8 @@ class Matcher:
     step_s: float = 0.0
     """The seconds until a request that was answered None is asked about again; 0 for hardly any."""
     counters: MatchCounters = field(default_factory=MatchCounters)
+    _now_s: float = field(init=False, default=0.0)
+    """When this step began."""
     _left_s: float = field(init=False)
     _starts: int = field(init=False, default=0)
     _polls: int = field(init=False, default=0)
@@ -132,11 +136,11 @@ class Matcher:
     """Hashes of blocks that were waited for in vain, and until when nobody waits for them again."""
 
     def __post_init__(self) -> None:
-        self._left_s = self.budget_s
+        self._left_s, self._now_s = self.budget_s, self.clock()
 
     def next_step(self) -> None:
         """Begins a step with the whole budget."""
-        self._left_s = self.budget_s
+        self._left_s, self._now_s = self.budget_s, self.clock()
         self._starts = self._polls = 0
         self._step += 1
 
@@ -189,7 +193,14 @@ class Matcher:
             self._leave(match, promised)
             self._release(match)
             return 0
+        match.held_until_s = match.asked_s + LEASE_AGE_MAX_S
         return promised
+
+    def holds(self, request: str) -> bool:
+        """Returns whether leases hold what `match` has promised last, and nothing more was asked: the same
+        question then has the same answer. Takes next to no time, because vLLM asks for hundreds of steps."""
+        match = self._matches.get(request)
+        return match is not None and match.held_until_s > self._now_s
 
     def take(self, request: str) -> Grant | None:
         """Hands the request's lease to the caller and forgets the request. Returns None if there is none."""
@@ -250,6 +261,7 @@ class Matcher:
     ) -> None:
         self._release(match)
         match.answer = None
+        match.held_until_s = 0.0
         match.first, match.asked_s, match.asked_step = local, self.clock(), self._step
         match.end, match.asked_end = local, total
         match.call = self.question.ask(client, hashes, local, total, host_only=host_only)
@@ -365,6 +377,7 @@ class Matcher:
     def _release(self, match: _Match) -> None:
         """Gives the lease back. Then nothing can be loaded from `first` on, which stays known."""
         answer = match.answer
+        match.held_until_s = 0.0
         if answer is not None and answer.leases:
             answer.release()
             match.answer = Lookup(answered=True)

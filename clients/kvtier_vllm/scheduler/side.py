@@ -122,6 +122,10 @@ class SchedulerSide:
         """The requests that the last step has computed."""
         self._least: int | None = None
         """The fewest units that are loaded; None: to be found out for this step."""
+        self._step_client_known = False
+        """Whether it was found out in this step which client is asked about requests."""
+        self._step_client: Client | None = None
+        """That client; None if none is ready."""
         self._loads = LoadCounters()
         self._loader = Loader(groups, log, config.pending_wait_s)
         self._room = LoadRoom(groups)
@@ -201,10 +205,16 @@ class SchedulerSide:
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
         """Returns how many tokens can be loaded beyond the engine's own, or None to be asked again."""
-        tracked = self._track(request)
+        tracked = self._requests.get(request.request_id) or self._track(request)
         tracked.expected_tokens, tracked.begun = num_computed_tokens, False
+        if not self._step_client_known:
+            self._step_client_known, self._step_client = True, self._ready_client()
+        client, asked = self._step_client, (num_computed_tokens, request.num_tokens, self._least_units())
+        if asked == tracked.settled and client is not None and self._matcher.holds(request.request_id):
+            promised = tracked.promised_tokens
+            return promised if self._room.has(request, num_computed_tokens + promised) else None
+        tracked.settled = None
         self._ahead.asked(request.request_id)
-        client = self._ready_client()
         if client is None or not tracked.control.load or not tracked.may_load:
             self._matcher.drop(request.request_id)
             return 0
@@ -237,9 +247,11 @@ class SchedulerSide:
                 if not self._groups.plain:  # a shorter prefix needs other leases, from another lookup
                     self._matcher.drop(request.request_id)
                     return None
-        if units and not self._room.has(request, (local + units) * unit_tokens):
-            return None
-        return None if units is None else units * unit_tokens
+        if not units:
+            return units
+        tracked.promised_tokens = promised = units * unit_tokens
+        tracked.settled = asked
+        return promised if self._room.has(request, num_computed_tokens + promised) else None
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Submits the load of what `match` promised, for which vLLM has made room; with 0 tokens vLLM goes on
@@ -360,7 +372,7 @@ class SchedulerSide:
         if orders.any:
             out.orders, self._out = orders, meta.Orders()
         self._step += 1
-        self._least = None
+        self._least, self._step_client_known = None, False
         self._matcher.next_step()
         return out
 
@@ -485,7 +497,7 @@ class SchedulerSide:
         ended = self._adapters.loaded(loads, at_once=at_once)
         for tracked in self._requests.values() if ended else ():
             if adapter_of(tracked.request) in ended:
-                tracked.keys = None
+                tracked.keys = tracked.settled = None
 
     def _begin(self) -> None:
         """Begins with other weights: nothing that was stored so far is this engine's, and nothing that is
@@ -500,14 +512,14 @@ class SchedulerSide:
 
     def stop(self) -> None:
         """Disables this side for good; `take_metadata` and `finished` still work."""
-        self._stopped = True
+        self._stopped, self._step_client_known = True, False
         self.link.close(0)
         if self._events is not None:
             self._events.clear()
 
     def close(self) -> None:
         """Ends the connection, because the engine shuts down."""
-        self._stopped = True
+        self._stopped, self._step_client_known = True, False
         self._adapters.close()
         self.link.close(CLOSE_TIMEOUT_S)
 
@@ -555,6 +567,7 @@ class SchedulerSide:
         return client is not None and client.status.state is ClientState.UNRESPONSIVE
 
     def _start_over(self) -> None:
+        self._step_client_known = False
         self._matcher.drop_all()
         self._storer.start_over()
         self._leaving.clear()

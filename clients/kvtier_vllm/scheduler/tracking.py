@@ -25,6 +25,11 @@ class TrackedRequest:
     may_load: bool = True
     """Whether it may load: not from a load's submission until its success is reported, so never after a
     failure."""
+    settled: tuple[int, int, int] | None = None
+    """The question to which the answer is known: the engine's own tokens, all tokens, and the fewest units
+    that are loaded. None if it is not. The matcher tells whether a lease still holds what was promised."""
+    promised_tokens: int = 0
+    """The answer to it."""
     matched_at: int = 0
     """How many units the engine itself had when it was last asked about."""
     expected_tokens: int = 0

@@ -8,6 +8,8 @@ from kvtier.v1 import cache_pb2
 BATCHES = "batches"
 """The feature of a client that sends several requests in one message, and takes several replies and events in
 one."""
+UNANSWERED = "unanswered"
+"""The feature of a client that gives requests whose answer does not matter to it no id."""
 REQUESTS_MAX = 64
 """Requests of one batch. While they are answered, nobody else is."""
 BATCH_BYTES_MAX = 256 << 10

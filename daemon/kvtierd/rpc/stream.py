@@ -31,6 +31,8 @@ GOODBYE_DEADLINE_S = 1.0
 UNHURRIED = frozenset({"store", "touch", "release", "cancel"})
 """Requests whose reply only says that they were accepted. It is sent with the next message, which for a store
 is usually the event that says it has ended."""
+ANSWER_OPTIONAL = frozenset({"touch", "release", "cancel"})
+"""Requests that may have no id. Then nobody is told whether they were accepted or refused."""
 REPLY_DELAY_S = 0.05
 """How long such a reply waits for a message that it can be sent with."""
 EVENT_DELAY_S = 0.01
@@ -302,7 +304,7 @@ class AttachStream:
         self._connections.pace.spent(connection.peer.tenant, took_s)
         if body is not None and body != "wait":
             self._observe(body, took_s)
-        return response
+        return response if request.id or body not in ANSWER_OPTIONAL else None
 
     def _respond(
         self, connection: Connection, body: str | None, request: cache_pb2.AttachRequest
@@ -320,7 +322,7 @@ class AttachStream:
             raise Refusal(Reason.MALFORMED, "this daemon does not know this request", field="body")
         if body == "hello":
             raise Refusal(Reason.SECOND_HELLO, "a session says Hello once: open another session")
-        if not request.id:
+        if not request.id and body not in ANSWER_OPTIONAL:
             raise Refusal(Reason.MALFORMED, "a request needs an id above zero", field="id", value=0)
         message = getattr(request, body)
         caller = self._caller(connection, message)

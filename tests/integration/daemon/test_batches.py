@@ -150,3 +150,26 @@ def test_a_batch_cannot_be_the_first_message(connect: Connect, daemon: Daemon) -
         batch=cache_pb2.RequestBatch(requests=[cache_pb2.AttachRequest(id=1, hello=session.hello())])
     )
     assert stream.goodbye() == "NOT_ATTACHED"
+
+
+def test_what_has_no_id_is_done_and_not_answered(talking: RawSession, daemon: Daemon) -> None:
+    stream = talking.attached
+    key = hashes(1, seed=77)
+    talking.store(key, [0])
+    lease = talking.lookup(key, lease=True).lease_id
+    assert lease
+    assert daemon.status().leases == 1
+    messages = stream.messages
+    stream.post_plain(release=cache_pb2.ReleaseRequest(lease_ids=[lease]))
+    stream.post_plain(touch=touch(b"not a hash"))  # refused, as any would be
+    stream.post_plain(touch=touch(key))
+    stream.post_plain(cancel=cache_pb2.CancelRequest(tickets=[1 << 40]))
+    assert talking.lookup(key).answers[0].hits == 1
+    assert daemon.status().leases == 0
+    time.sleep(PAUSE_S)
+    assert stream.messages == messages + 1, "of the lookup alone"
+
+
+def test_what_is_waited_for_needs_an_id(talking: RawSession) -> None:
+    talking.attached.post_plain(**lookup(talking, 1))
+    assert talking.attached.event("error").field == "id"

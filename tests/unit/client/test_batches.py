@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtier import ClientState
+from kvtier import ClientState, Lease
 from kvtier.queries import Touch, one_query
 from kvtier.session.batches import BATCH_BYTES_MAX, MESSAGES_MAX, in_batches
 from kvtier.session.state import SILENCE_S, UNHURRIED_MAX
@@ -120,6 +120,39 @@ class TestSession:
             peer.session.hurry()
             peer.messages()
         assert states == [ClientState.READY, ClientState.UNRESPONSIVE], "it is owed one when it was sent"
+
+    def test_leases_given_back_go_with_the_next_message_and_are_owed_no_answer(self, peer: Peer) -> None:
+        peer.session.lookup(hashes(1), one_query(0), lease=True)
+        [lookup] = peer.messages()
+        assert (peer.session.take_lease_asked(), peer.session.take_lease_asked()) == (True, False)
+        record = peer.session.lookup(hashes(1), one_query(0), lease=False)
+        [other] = peer.messages()
+        assert not peer.session.take_lease_asked()
+        peer.answer_lookup(lookup, hits=1, lease_id=5)
+        peer.answer_lookup(other, hits=1)
+        assert record.answer is not None
+        peer.session.release(Lease(5, peer.session.epoch or 0, 1))
+        assert (peer.session.has_releases, peer.session.has_outgoing) == (True, False)
+        peer.session.lookup(hashes(2), one_query(0), lease=True)
+        [message] = peer.messages()
+        assert [each.WhichOneof("body") for each in taken_apart([message])] == ["release", "lookup"]
+        assert [bool(each.id) for each in taken_apart([message])] == [False, True]
+        peer.answer_lookup(taken_apart([message])[1], hits=0)
+        for body in (Touch(hashes(1), one_query(0)), Touch(hashes(2), one_query(0))):
+            peer.session.touch(body)
+        assert not any(each.id for each in peer.sent())
+        peer.now_s += 2 * SILENCE_S
+        assert peer.session.state is ClientState.READY, "nothing is owed"
+
+    def test_a_lease_given_back_goes_alone_if_it_must(self, peer: Peer) -> None:
+        peer.session.lookup(hashes(1), one_query(0), lease=True)
+        [lookup] = peer.messages()
+        peer.answer_lookup(lookup, hits=1, lease_id=5)
+        peer.session.release(Lease(5, peer.session.epoch or 0, 1))
+        [message] = peer.messages()
+        assert (bodies(message), message.id) == (["release"], 0)
+        peer.now_s += 2 * SILENCE_S
+        assert peer.session.state is ClientState.READY
 
     def test_only_so_many_wait(self, peer: Peer) -> None:
         for number in range(UNHURRIED_MAX):

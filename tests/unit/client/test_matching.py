@@ -17,6 +17,7 @@ from kvtier.v1 import cache_pb2
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.scheduler.matching import (
     ANSWER_DEADLINE_S,
+    LEASE_AGE_MAX_S,
     PENDING_POLL_S,
     PENDING_WAIT_S,
     POLLS_MAX,
@@ -76,6 +77,8 @@ class World:
         self.index: set[bytes] | None = None
         """What the index page has; None: there is none."""
         self.epoch = 7
+        self._said: dict[str, tuple[int | None, int, int | None]] = {}
+        """What each request was told last, about how much of its own, and in which epoch."""
         self._lease_ids = itertools.count(1)
         self._asking = ""
         self._names: dict[int, str] = {}
@@ -91,8 +94,15 @@ class World:
     def match(self, name: str, local: int = 0) -> int | None:
         prompt = self.prompts[name]
         self._asking = name
+        said, local_then, epoch_then = self._said.get(name, (None, 0, None))
+        settled = self.matcher.holds(name) and (local, self.peer.session.epoch) == (local_then, epoch_then)
+        lookups = len(self.asked_s.get(name, []))
         found = self.matcher.match(cast(Client, self), name, prompt, local, len(prompt))
         self.serve()
+        if settled:  # the scheduler's side takes the last answer, and does not ask here
+            assert said
+            assert (found, len(self.asked_s[name])) == (said, lookups)
+        self._said[name] = found, local, self.peer.session.epoch
         return found
 
     def step(self, seconds: float = STEP_S) -> None:
@@ -142,7 +152,7 @@ class World:
             if message.HasField("release"):
                 for lease in message.release.lease_ids:
                     del self.leases[lease]
-                self.peer.say(message.id, release=cache_pb2.ReleaseResponse())
+                assert not message.id, "nobody waits for an answer"
             if message.HasField("lookup"):
                 self._answer(message)
 
@@ -512,3 +522,26 @@ def test_whatever_happens_nobody_waits_too_long_and_no_lease_is_left(actions: li
         assert peer.session.status().leases == 0
     finally:
         peer.close()
+
+
+def test_what_is_settled_is_not_asked_again_until_the_lease_is_gone(world: World) -> None:
+    world.prompt("r")
+    assert not world.matcher.holds("r")
+    assert world.run("r", 0.1) == BLOCKS
+    assert world.matcher.holds("r")
+    world.step(LEASE_AGE_MAX_S + STEP_S)
+    assert not world.matcher.holds("r"), "it is too old"
+    assert world.run("r", 0.1) == BLOCKS
+    assert world.matcher.holds("r")
+    world.matcher.drop("r")
+    assert not world.matcher.holds("r")
+    assert world.run("r", 0.1) == BLOCKS
+    assert world.matcher.take("r") is not None
+    assert not world.matcher.holds("r")
+
+
+def test_what_is_on_its_way_is_not_settled(world: World) -> None:
+    for block in world.prompt("r")[4:]:
+        world.states[block] = PENDING
+    assert world.run("r", 0.1) is None
+    assert not world.matcher.holds("r")
