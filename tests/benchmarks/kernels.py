@@ -26,6 +26,8 @@ from kvtier_kernels import PAGE_BYTES, BlockTable, CopyPlan, copy_variants
 
 REGION_BYTES = 1 << 30
 PLANES, BLOCKS = 64, 64
+SMALL_FRAGMENT_BYTES, SMALL_COUNTS, SMALL_TIMES = 16 << 10, (1, 2, 4, 10), 2_000
+"""One block with so many planes, as few tokens of a small model."""
 FRAGMENTS = {"4k": (4 << 10, 31), "16k": (16 << 10, 21), "64k": (64 << 10, 9)}  # bytes, repetitions
 
 ENTRIES = 4 << 20
@@ -89,6 +91,39 @@ def copies() -> dict[str, float]:
     return figures
 
 
+def small_copies() -> dict[str, float]:
+    """One block at a time, at places that are not in the cache, against one memcpy of as many bytes."""
+    mapping, pool = region(), region()
+    random = np.random.default_rng(3)
+    figures = {}
+    for planes in SMALL_COUNTS:
+        blocks = REGION_BYTES // planes // SMALL_FRAGMENT_BYTES
+        bases = np.arange(planes, dtype=np.uint64) * np.uint64(blocks * SMALL_FRAGMENT_BYTES)
+        same = np.full(planes, SMALL_FRAGMENT_BYTES, np.uint64)
+        plan = CopyPlan(mapping, bases, same, same, blocks)
+        slot_pages = plan.slot_bytes // PAGE_BYTES
+        pool_slots = (REGION_BYTES // PAGE_BYTES - 1) // slot_pages
+        sums = np.zeros(1, np.uint64)
+        kinds = ("memcpy", "gather", "scatter", "gather_checksum")
+        taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for number in range(SMALL_TIMES):
+            block = np.array([random.integers(blocks)], np.uint32)
+            slot = np.array([1 + slot_pages * random.integers(pool_slots)], np.uint32)
+            to, start = int(slot[0]) * PAGE_BYTES, int(block[0]) * plan.slot_bytes
+            calls: tuple[Callable[[], object], ...] = (
+                partial(libc.memcpy, pool.ctypes.data + to, mapping.ctypes.data + start, plan.slot_bytes),
+                partial(plan.gather, block, pool, slot),
+                partial(plan.scatter, block, pool, slot),
+                partial(plan.gather, block, pool, slot, sums),
+            )
+            kind = number % len(kinds)  # each at places of its own, which no other has fetched
+            taken[kinds[kind]].append(seconds(calls[kind]))
+        typical = {kind: statistics.median(times) for kind, times in taken.items()}
+        for kind in kinds[1:]:
+            figures[f"{kind}_{planes}_of_16k_ratio"] = typical["memcpy"] / typical[kind]
+    return figures
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -137,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.kernels")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_args()
-    figures = copies() | index()
+    figures = copies() | small_copies() | index()
     if arguments.json:
         print(json.dumps(figures))
         return
