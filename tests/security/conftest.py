@@ -32,7 +32,8 @@ def start(socket_dir: Path, shm_dir: Path) -> Iterator[Start]:
     started: list[Daemon] = []
 
     def start_one(**settings: Any) -> Daemon:
-        options: dict[str, Any] = {"server__group": GROUP} | settings
+        # These sessions send no heartbeats, and a busy machine takes long to become somebody else.
+        options: dict[str, Any] = {"server__group": GROUP, "server__session_silence_s": "600"} | settings
         started.append(Daemon(run, shm_dir / "pool", **options))
         return started[-1]
 
