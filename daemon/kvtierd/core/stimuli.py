@@ -402,6 +402,16 @@ class Recovered(Stimulus):
 
 
 @dataclass(frozen=True, slots=True)
+class PoolPopulated(Stimulus):
+    """Extents of the pool have got memory, and can be used from now on."""
+
+    extents: int
+    """How many, from the first on, have memory: no fewer than before."""
+    complete: bool = False
+    """Whether it stays at that, because all have memory, or because no more is to be had."""
+
+
+@dataclass(frozen=True, slots=True)
 class DiskRecovered(Stimulus):
     """What a scan of a disk's records found. It is handed in once per disk, right after the `WorkerLive` of
     its first worker; sessions may have come before. The slots are the disk's, and none are quarantined."""

@@ -18,7 +18,7 @@ from kvtier_kernels import CAPACITY_MAX, BlockTable
 from prometheus_client import CollectorRegistry
 
 from kvtierd import logs
-from kvtierd.cache import Cache, DiskFile, run_ticks
+from kvtierd.cache import Cache, DiskFile, grow, run_ticks
 from kvtierd.cli.interrupts import Noted
 from kvtierd.config.daemon import Config, Loaded
 from kvtierd.config.descriptors import RESERVE, DescriptorShares, descriptors_wanted, shares_within
@@ -239,6 +239,7 @@ class _Daemon:
             asyncio.create_task(run_ticks(cache, self._pool, serving.metrics.observe_lag), name="ticks"),
             asyncio.create_task(self._end_silent(serving.connections), name="silence"),
             asyncio.create_task(serving.manager.run(), name="service manager"),
+            asyncio.create_task(grow(cache, self._pool), name="memory of the pool"),
         ]
         try:
             await self._until_told(cache, background)
@@ -276,6 +277,7 @@ class _Daemon:
             clock,
             limits,
             self._pool.geometry,
+            populated=self._pool.populated_extents,
             first_epoch=first_epoch(self._pool.boot_nonce),
             integrity=config.integrity.to_core(),
             randomness=np.random.default_rng(),
