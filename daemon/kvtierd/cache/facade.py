@@ -303,6 +303,11 @@ class Cache:
         return self._machine.status().transfers_active
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing is held, under way or to be done soon, so that ticks may come more rarely."""
+        return self._machine.is_idle
+
+    @property
     def is_under_way(self) -> bool:
         """Whether a transfer is active, or blocks are being read from a disk to the host."""
         core = self._machine.status()

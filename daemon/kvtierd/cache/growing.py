@@ -62,7 +62,13 @@ async def _populate(cache: Cache, pool: HostPool, start: int, end: int) -> str:
 
 
 def _start(pool_fd: int, start: int, end: int, area_bytes: int) -> "subprocess.Popen[bytes]":
-    arguments = {"--pool-fd": pool_fd, "--start": start, "--end": end, "--area-bytes": area_bytes}
+    arguments = {
+        "--daemon-pid": os.getpid(),
+        "--pool-fd": pool_fd,
+        "--start": start,
+        "--end": end,
+        "--area-bytes": area_bytes,
+    }
     # -P: nothing in the working directory can shadow a module.
     command = [sys.executable, "-P", "-m", PROGRAM]
     for name, value in arguments.items():

@@ -204,6 +204,13 @@ class Machine:
 
     # --- questions, which change nothing ---
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is held, under way or to be done soon, so that ticks may come more rarely."""
+        core = self.core
+        busy = core.leases or core.transfers or core.check is not None or core.pages.filling
+        return not busy and not core.disks.all
+
     def transfer(self, session: SessionId, epoch: Epoch, ticket: Ticket) -> TransferEnded | None:
         """How a transfer of the session's instance ended; None while it is active.
 

@@ -462,7 +462,8 @@ class Reconfigure(Stimulus):
 
 @dataclass(frozen=True, slots=True)
 class Tick(Stimulus):
-    """Time has passed: leases and transfers past their deadlines end. Sent about every 100 ms."""
+    """Time has passed: leases and transfers past their deadlines end. Sent about every 100 ms, and every
+    500 ms while the core is idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,7 +511,7 @@ class CoreIntegrity:
     """How blocks are doubted, and how many of those that are gone are remembered."""
 
     verify: Verify = Verify.RESTART
-    sample_bytes_per_s: int = 64 << 20
+    sample_bytes_per_s: int = 16 << 20
     """How many bytes of READY blocks, chosen at random, are compared with their checksums; 0 for none."""
     remembered_blocks: int = 1 << 17
     """Of how many blocks, the latest, it is remembered why they are gone; 44 bytes each."""

@@ -433,7 +433,7 @@ def give_back(fd: int, start: int, end: int) -> None:
     """Gives the memory of a part of the file back. Nobody may have registered it with a driver. Both are
     multiples of the extent's bytes from the first extent on."""
     # A file system that cannot do it keeps the memory, which harms nothing.
-    with mmap.mmap(fd, end - start, offset=start) as pages, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), mmap.mmap(fd, end - start, offset=start) as pages:
         pages.madvise(mmap.MADV_REMOVE)
 
 

@@ -7,8 +7,10 @@ kernel ends a process if memory runs out, which must not be the daemon's.
 
 import argparse
 import contextlib
+import ctypes
 import mmap
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,17 +22,20 @@ NICENESS = 19
 """Everybody else who has something to do comes first."""
 NO_ROOM_STATUS = 69
 """The exit status if there is no memory for an area. Standard error says why."""
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     """Populates a pool from one offset to another, area by area, and says on standard output where the memory
-    ends now: one number after each area. Ends as well when nobody reads that any more."""
+    ends now: one number after each area. Ends with its daemon."""
     parser = argparse.ArgumentParser(prog="kvtierd.memory.populate_rest")
+    parser.add_argument("--daemon-pid", type=int, required=True)
     parser.add_argument("--pool-fd", type=int, required=True)
     parser.add_argument("--start", type=int, required=True, help="where the first area begins")
     parser.add_argument("--end", type=int, required=True, help="where the last area ends")
     parser.add_argument("--area-bytes", type=int, required=True)
     arguments = parser.parse_args()
+    _end_with(arguments.daemon_pid)
     _be_the_first_to_go()
     os.nice(NICENESS)
     threads = min(THREADS_MAX, max(1, len(os.sched_getaffinity(0)) // 2))
@@ -49,11 +54,15 @@ def main() -> int:
                 return NO_ROOM_STATUS
             finally:
                 del area
-        try:
-            print(start + length, flush=True)
-        except BrokenPipeError:
-            os._exit(0)  # the daemon is gone, and its successor waits for the lock that this process holds
+        print(start + length, flush=True)
     return 0
+
+
+def _end_with(daemon_pid: int) -> None:
+    """Has the kernel end this process with the daemon, whose successor waits for the lock that both hold."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != daemon_pid:  # it was quicker
+        os._exit(0)
 
 
 def _be_the_first_to_go() -> None:

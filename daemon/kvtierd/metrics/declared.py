@@ -61,7 +61,7 @@ DECLARED = (
     ),
     _histogram(
         "kvtier_event_loop_lag_seconds",
-        "How late the event loop was at each tick of 100 ms.",
+        "How late the event loop was at each tick: every 100 ms, or every 500 ms while idle.",
         "Lookups wait as long; high for long: the front's core is overloaded.",
     ),
     _histogram(

@@ -1,6 +1,7 @@
 """The composition root: builds the daemon from a configuration, runs it, takes it down in order."""
 
 import asyncio
+import gc
 import grp
 import math
 import os
@@ -301,10 +302,16 @@ class _Daemon:
             pages_max=self._shares.pages,
             clock=clock,
         )
-        cache.handle(self._pool.recovered)
         stack.push_async_callback(workers.lives.stop, 0)
         self._notifier.starting("Starting the copy workers", EXTENSION_S)
-        await workers.start()
+        starting = asyncio.create_task(workers.start(), name="workers")
+        try:
+            # While the workers import what they need, the core takes over what was found.
+            await asyncio.sleep(0)
+            cache.handle(self._pool.recovered)
+            await starting
+        finally:
+            starting.cancel()
         if self._disks:
             starting_s = config.disk.start_deadline_s + EXTENSION_S
             self._notifier.starting("Reading what the disks hold", starting_s)
@@ -339,6 +346,9 @@ class _Daemon:
             stack.push_async_callback(remote.stop, 0)
             await remote.start()
         port = 0 if remote is None else remote.port
+        # What is there now stays, so no collection has to look at it again.
+        gc.freeze()
+        gc.enable()
         greet(config, self._sockets.grpc_path, metrics_url, port, self._pool.start, cache.snapshot())
         manager.ready()
         return _Serving(cache, workers, connections, rpc, remote, side, manager, metrics)

@@ -72,13 +72,13 @@ def place() -> Iterator[Place]:
 def test_a_daemon_killed_while_its_pool_grows_goes_on_where_it_was(
     place: Place, count: Counter[str], proved: Callable[[str], None]
 ) -> None:
-    daemon = place.start(**SETTINGS)
+    daemon = place.start_growing(**SETTINGS)
     before = usable_mib(daemon)
     with PlainEngine(daemon.socket, "survivor", num_blocks=BATCH) as engine:
         engine.wait_ready()
         hashes = store(engine, "before", 64)
         daemon.kill()
-        daemon = place.start(**SETTINGS)
+        daemon = place.start_growing(**SETTINGS)
         pool = daemon.status().pool
         assert pool.start == "warm", pool.cold_reason
         assert pool.recovered_blocks == len(hashes)
@@ -98,7 +98,7 @@ def test_a_daemon_killed_while_its_pool_grows_goes_on_where_it_was(
 
 def test_a_pool_whose_memory_cannot_be_had_stays_small_and_serves(place: Place, count: Counter[str]) -> None:
     """Here because the process that asks for it is killed, as the kernel does if memory is short."""
-    daemon = place.start(**SETTINGS)
+    daemon = place.start_growing(**SETTINGS)
     daemon.may_complain = True
     until(lambda: getting_memory(daemon), "a process asks for memory")
     os.kill(getting_memory(daemon)[0], signal.SIGKILL)

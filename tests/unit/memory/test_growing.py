@@ -56,7 +56,13 @@ def store(pool: HostPool, extent: int, number: int) -> None:
 
 def populate(pool: HostPool, start: int, end: int) -> subprocess.CompletedProcess[str]:
     """By the program."""
-    arguments = {"--pool-fd": pool.fd, "--start": start, "--end": end, "--area-bytes": AREA_EXTENTS * MIB}
+    arguments = {
+        "--daemon-pid": os.getpid(),
+        "--pool-fd": pool.fd,
+        "--start": start,
+        "--end": end,
+        "--area-bytes": AREA_EXTENTS * MIB,
+    }
     command = [sys.executable, "-m", "kvtierd.memory.populate_rest"]
     command += [str(word) for pair in arguments.items() for word in pair]
     return subprocess.run(
