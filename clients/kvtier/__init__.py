@@ -40,18 +40,22 @@ shares memory, rings doorbells, and tells how the parts that the scheduler has n
 Memory on a GPU is shared in the same way with `kvtier.cuda`, which is a module of its own to import.
 """
 
-from kvtier.client import Client, LookupCall, Transfer
-from kvtier.connection.address import default_socket
-from kvtier.errors import KvtierError, NotExportableError, Reason
-from kvtier.layout import Group, GroupKind, Namespace, Plane
-from kvtier.lookups import HIT, MISS, PENDING, GroupLookup, Lease, Lookup
-from kvtier.memory import DeviceShareable, Shareable, SharedBuffer
-from kvtier.queries import BlockIds, GroupQuery, Hashes, LookupMode
-from kvtier.retention import Retention
-from kvtier.spec import ClientOptions, Role
-from kvtier.status import ClientState, ClientStatus, Counters
-from kvtier.transfers import Outcome, StoreResult, TransferState
-from kvtier.words import Direction, Doorbell, PartRef, PartState
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.client import Client, LookupCall, Transfer
+    from kvtier.connection.address import default_socket
+    from kvtier.errors import KvtierError, NotExportableError, Reason
+    from kvtier.layout import Group, GroupKind, Namespace, Plane
+    from kvtier.lookups import HIT, MISS, PENDING, GroupLookup, Lease, Lookup
+    from kvtier.memory import DeviceShareable, Shareable, SharedBuffer
+    from kvtier.queries import BlockIds, GroupQuery, Hashes, LookupMode
+    from kvtier.retention import Retention
+    from kvtier.spec import ClientOptions, Role
+    from kvtier.status import ClientState, ClientStatus, Counters
+    from kvtier.transfers import Outcome, StoreResult, TransferState
+    from kvtier.words import Direction, Doorbell, PartRef, PartState
 
 __all__ = [
     "HIT",
@@ -92,3 +96,78 @@ __all__ = [
     "TransferState",
     "default_socket",
 ]
+
+_HOMES = {
+    "kvtier.client": (
+        "Client",
+        "LookupCall",
+        "Transfer",
+    ),
+    "kvtier.connection.address": ("default_socket",),
+    "kvtier.errors": (
+        "KvtierError",
+        "NotExportableError",
+        "Reason",
+    ),
+    "kvtier.layout": (
+        "Group",
+        "GroupKind",
+        "Namespace",
+        "Plane",
+    ),
+    "kvtier.lookups": (
+        "HIT",
+        "MISS",
+        "PENDING",
+        "GroupLookup",
+        "Lease",
+        "Lookup",
+    ),
+    "kvtier.memory": (
+        "DeviceShareable",
+        "Shareable",
+        "SharedBuffer",
+    ),
+    "kvtier.queries": (
+        "BlockIds",
+        "GroupQuery",
+        "Hashes",
+        "LookupMode",
+    ),
+    "kvtier.retention": ("Retention",),
+    "kvtier.spec": (
+        "ClientOptions",
+        "Role",
+    ),
+    "kvtier.status": (
+        "ClientState",
+        "ClientStatus",
+        "Counters",
+    ),
+    "kvtier.transfers": (
+        "Outcome",
+        "StoreResult",
+        "TransferState",
+    ),
+    "kvtier.words": (
+        "Direction",
+        "Doorbell",
+        "PartRef",
+        "PartState",
+    ),
+}
+"""Which module each name comes from. They are imported when they are first asked for, because whoever needs
+the messages alone (`kvtier.v1`) should not pay for the client."""
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -541,6 +541,17 @@ class PoolRecords:
         """Number of extents."""
 
     @property
+    def populated(self) -> int:
+        """
+        How many extents, from the first on, have memory. The others count as not in use, and are never touched.
+        """
+
+    def set_populated(self, extents: int) -> None:
+        """
+        Notes that the first `extents` extents have memory. Raises ValueError for fewer than before.
+        """
+
+    @property
     def extent_bytes(self) -> int:
         """Bytes per extent."""
 
@@ -550,10 +561,10 @@ class PoolRecords:
         Steps that this object has persisted so far: each store of a word, checksum, clock or header, or group of fields.
         """
 
-def format_pool(pool: numpy.typing.NDArray[numpy.uint8], extent_bytes: int, extents: int, config_digest: bytes, crash_after: int = 0, encrypted: bool = False) -> None:
+def format_pool(pool: numpy.typing.NDArray[numpy.uint8], extent_bytes: int, extents: int, config_digest: bytes, crash_after: int = 0, encrypted: bool = False, populated: int | None = None) -> None:
     """
     Writes the header of a new pool file, with its magic last and no extent in use; with `encrypted`, of a slab of format 2,
-    which holds ciphertext. Raises ValueError, and changes
+    which holds ciphertext. Only the first `populated` extents have memory; None for all. Raises ValueError, and changes
     nothing, if the extents do not fit.
     """
 

@@ -23,7 +23,7 @@ inline constexpr std::uint64_t magic_making = magic("KVTIERP0");  // being made:
 inline constexpr std::uint64_t magic_pool = magic("KVTIERP1");
 inline constexpr std::uint64_t magic_extent = magic("KVTIERX1");
 
-// Header page, in 8-byte words. The checksum covers the words before it; the two words after it change at each boot.
+// Header page, in 8-byte words. The checksum covers the words before it; those after it change while the pool is used.
 enum HeaderWord : unsigned {
     header_magic,
     header_format,  // format version
@@ -35,7 +35,15 @@ enum HeaderWord : unsigned {
     header_checksum,
     header_boots,
     header_nonce,
+    header_missing,  // extents at the end that have no memory yet, and above it the same 32 bits inverted; 0: there are none
 };
+
+// Extents without memory, as a header's word says it; `extents`, all of them, if the word makes no sense.
+constexpr std::uint64_t make_missing(std::uint64_t count) { return count == 0 ? 0 : (~count & 0xffff'ffff) << 32 | count; }
+constexpr std::uint64_t missing_of(std::uint64_t word, std::uint64_t extents) {
+    const std::uint64_t count = word & 0xffff'ffff;
+    return word == make_missing(count) && count < extents ? count : extents;
+}
 
 // Extent header page, in 8-byte words. The magic is written last and cleared first.
 enum ExtentWord : unsigned {

@@ -106,9 +106,10 @@ Records::Records(std::uint8_t* base, std::uint64_t size, std::uint64_t crash_aft
 }
 
 void Records::format(std::uint8_t* base, std::uint64_t size, std::uint64_t extent_bytes, std::uint64_t extents,
-                     const std::uint8_t* digest, std::uint64_t crash_after, bool encrypted) {
+                     const std::uint8_t* digest, std::uint64_t crash_after, bool encrypted, std::uint64_t populated) {
     check_base(base);
     check_geometry(size, extent_bytes, extents);
+    if (populated == 0 || populated > extents) refuse("populated ", populated, ": expected 1 to all ", extents, " extents");
     auto* header = reinterpret_cast<std::uint64_t*>(base);
     std::uint64_t steps = 0;
     const auto step = [&] {
@@ -116,7 +117,7 @@ void Records::format(std::uint8_t* base, std::uint64_t size, std::uint64_t exten
     };
     store(header + header_magic, magic_making);
     step();
-    for (std::uint64_t i = 0; i < extents; ++i) {
+    for (std::uint64_t i = 0; i < populated; ++i) {
         auto* extent = reinterpret_cast<std::uint64_t*>(base + header_area_bytes + i * extent_bytes);
         if (*extent != 0) store(extent, 0);
     }
@@ -126,6 +127,7 @@ void Records::format(std::uint8_t* base, std::uint64_t size, std::uint64_t exten
     std::memcpy(covered + header_digest_low, digest, 16);
     for (unsigned i = header_format; i < header_checksum; ++i) store(header + i, covered[i]);
     step();
+    store(header + header_missing, make_missing(extents - populated));
     store(header + header_checksum, xxh3_64(covered, sizeof covered));
     step();
     store(header + header_magic, magic_pool);
@@ -150,7 +152,7 @@ void Records::step() {
 }
 
 bool Records::extent(std::uint64_t index, Extent& out) const {
-    if (index >= extents_) return false;
+    if (index >= populated()) return false;
     const std::uint64_t offset = header_area_bytes + index * extent_bytes_;
     const std::uint64_t* header = words(offset);
     if (load(header) != magic_extent) return false;
@@ -440,6 +442,7 @@ std::pair<std::uint64_t, std::uint64_t> Records::table_range(std::uint64_t index
 
 void Records::format_extent(std::uint64_t index, std::uint64_t slot_bytes) {
     if (index >= extents_) refuse("extent ", index, ": the pool has ", extents_);
+    if (index >= populated()) refuse("extent ", index, ": only ", populated(), " have memory");
     const std::uint64_t count = slots_per_extent(extent_bytes_, slot_bytes);
     if (count == 0)
         refuse("slot_bytes ", slot_bytes, ": expected 1 to ", extent_bytes_ - 2 * page_bytes, " in extents of ", extent_bytes_,
@@ -476,6 +479,15 @@ void Records::format_extent(std::uint64_t index, std::uint64_t slot_bytes) {
 
 std::uint64_t Records::boots() const { return load(words(0) + header_boots); }
 
+std::uint64_t Records::populated() const { return extents_ - missing_of(load(words(0) + header_missing), extents_); }
+
+void Records::set_populated(std::uint64_t extents) {
+    if (extents < populated() || extents > extents_)
+        refuse("populated ", extents, ": expected ", populated(), " or more, and at most ", extents_);
+    store(words(0) + header_missing, make_missing(extents_ - extents));
+    step();
+}
+
 std::uint64_t Records::start_boot(std::uint64_t nonce) {
     std::uint64_t* header = words(0);
     store(header + header_nonce, nonce);
@@ -488,7 +500,8 @@ Scan Records::scan() const {
     Scan found;
     std::vector<Extent> used;
     std::uint64_t rows = 0;
-    for (std::uint64_t index = 0; index < extents_; ++index) {
+    const std::uint64_t populated = this->populated();
+    for (std::uint64_t index = 0; index < populated; ++index) {
         Extent extent;
         if (!this->extent(index, extent)) {
             if (load(words(header_area_bytes + index * extent_bytes_)) != 0)

@@ -67,9 +67,10 @@ public:
     // Checks the header against the size. With crash_after = n, the process kills itself right after its nth persisted step.
     Records(std::uint8_t* base, std::uint64_t size, std::uint64_t crash_after);
 
-    // Writes the header of a pool file whose other bytes are zero. `encrypted`: of a slab that is to hold ciphertext.
+    // Writes the header of a pool file whose other bytes are zero. `encrypted`: of a slab that is to hold ciphertext. Only the
+    // first `populated` extents have memory, and the others are not touched.
     static void format(std::uint8_t* base, std::uint64_t size, std::uint64_t extent_bytes, std::uint64_t extents,
-                       const std::uint8_t* digest, std::uint64_t crash_after, bool encrypted = false);
+                       const std::uint8_t* digest, std::uint64_t crash_after, bool encrypted, std::uint64_t populated);
 
     void open(std::span<const std::uint32_t> slots, const OpenFields& fields, std::uint64_t* generations);
     void set_data_checksums(std::span<const std::uint32_t> slots, const std::uint64_t* generations, const std::uint64_t* sums);
@@ -109,7 +110,7 @@ public:
     std::pair<std::uint64_t, std::uint64_t> table_range(std::uint64_t extent) const;
 
     void format_extent(std::uint64_t extent, std::uint64_t slot_bytes);
-    bool extent(std::uint64_t index, Extent& out) const;  // false: not in use, or its header cannot be believed
+    bool extent(std::uint64_t index, Extent& out) const;  // false: not in use, without memory, or its header cannot be believed
     Scan scan() const;
     std::uint64_t start_boot(std::uint64_t nonce);
 
@@ -117,6 +118,10 @@ public:
     std::uint64_t extents() const { return extents_; }
     std::uint64_t extent_bytes() const { return extent_bytes_; }
     std::uint64_t boots() const;
+    // How many extents, from the first on, have memory. The others are never touched: a touch would have the kernel find memory
+    // for them, or kill the process.
+    std::uint64_t populated() const;
+    void set_populated(std::uint64_t extents);
     bool encrypted() const { return encrypted_; }
 
 private:

@@ -355,6 +355,12 @@ void register_pool(nb::module_& module) {
         .def_prop_ro("encrypted", [](PoolRecords& self) { return self.records().encrypted(); }, "Whether it has format 2.")
         .def_prop_ro("boots", [](PoolRecords& self) { return self.records().boots(); }, "Boots since the pool was made.")
         .def_prop_ro("extents", [](PoolRecords& self) { return self.records().extents(); }, "Number of extents.")
+        .def_prop_ro(
+            "populated", [](PoolRecords& self) { return self.records().populated(); },
+            "How many extents, from the first on, have memory. The others count as not in use, and are never touched.")
+        .def(
+            "set_populated", [](PoolRecords& self, std::uint64_t extents) { self.records().set_populated(extents); },
+            arg("extents"), "Notes that the first `extents` extents have memory. Raises ValueError for fewer than before.")
         .def_prop_ro("extent_bytes", [](PoolRecords& self) { return self.records().extent_bytes(); }, "Bytes per extent.")
         .def_prop_ro(
             "persisted_steps", [](PoolRecords& self) { return self.records().persisted_steps(); },
@@ -363,16 +369,17 @@ void register_pool(nb::module_& module) {
     module.def(
         "format_pool",
         [](U8 pool, std::uint64_t extent_bytes, std::uint64_t extents, const nb::bytes& digest, std::uint64_t crash_after,
-           bool encrypted) {
+           bool encrypted, std::optional<std::uint64_t> populated) {
             const In<std::uint8_t> memory(pool, "pool", true);
             const std::uint8_t* bytes = sixteen("config_digest", digest);
             nb::gil_scoped_release release;
-            pool::Records::format(memory.data(), memory.size(), extent_bytes, extents, bytes, crash_after, encrypted);
+            pool::Records::format(memory.data(), memory.size(), extent_bytes, extents, bytes, crash_after, encrypted,
+                                  populated.value_or(extents));
         },
         arg("pool"), arg("extent_bytes"), arg("extents"), arg("config_digest"), arg("crash_after") = 0,
-        arg("encrypted") = false,
+        arg("encrypted") = false, arg("populated") = nb::none(),
         "Writes the header of a new pool file, with its magic last and no extent in use; with `encrypted`, of a slab of format 2,\n"
-        "which holds ciphertext. Raises ValueError, and changes\n"
+        "which holds ciphertext. Only the first `populated` extents have memory; None for all. Raises ValueError, and changes\n"
         "nothing, if the extents do not fit.");
     module.def("populate", &populate, arg("pool"), arg("offset"), arg("length"),
                "Prefaults pages for writing, with the interpreter's lock released. Raises OSError: EFAULT when the file system is\n"

@@ -23,6 +23,8 @@ DEADLINE_S = 900
 BENCHMARKS = {
     "kernels": "gather and scatter against one large memcpy; the index at 4 M entries",
     "metadata": "the core: blocks stored and committed, and looked up, per second on one core",
+    "start": "cold and warm starts by exec: until it serves, until the first hit, until the pool is whole",
+    "idle": "what a daemon with idle engines takes of a core, workers included",
     "restart": "from kill -9 to warm, against slots and GiB: the records alone, and a real daemon",
     "restart_disk": "a disk's records read back and believed at start, against slots",
     "disk": "a disk's worker against fio, at the same record size and depth",
@@ -71,6 +73,9 @@ TARGETS = {
         Target("lookup_grpc_stream_1024_p50_us", at_most=500),
         Target("lookup_one_behind_8192_p99_us", at_most=2_000),
         Target("lookup_leased_1_ratio", at_most=1.15),
+        Target("start_cold_16gib_serving_s", at_most=1.0),
+        Target("start_warm_1m_first_hit_s", at_most=1.0),
+        Target("idle_64_percent", at_most=1.0),
         Target("restart_1m_s", at_most=1.0),
         Target("restart_disk_1m_s", at_most=1.0),
         *(

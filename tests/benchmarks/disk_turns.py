@@ -25,6 +25,7 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.entry import NICENESS
 
 from tests.integration.disk.rig import U32, U64, Worker
+from tests.support.pools import whole
 
 THREADS = 2
 DEPTH = 32
@@ -82,7 +83,7 @@ def slab_on(folder: Path, keys: Path | None = None) -> Iterator[Bench]:
     """A new slab in a folder, encrypted if there are `keys`. Stopped with its worker; the folder is the
     caller's to remove."""
     with (
-        HostPool.open(None, POOL_BYTES, EXTENT_BYTES, lock_timeout_s=1) as pool,
+        whole(HostPool.open(None, POOL_BYTES, EXTENT_BYTES, lock_timeout_s=1)) as pool,
         DiskImage(disk_geometry(SLAB_BYTES, EXTENT_BYTES)) as image,
     ):
         memory = np.frombuffer(mmap.mmap(-1, WINDOW_BYTES), np.uint8)

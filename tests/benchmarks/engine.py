@@ -239,6 +239,7 @@ def measure(quiet: bool) -> dict[str, float]:
                 host = DaemonHost(run, shm / f"pool-{workload}", pool__size=f"{POOL_GIB}GiB")
                 below.callback(host.stop)
                 host.start()
+                host.daemon.wait_whole()
                 peer = below.enter_context(LMCacheServer(POOL_GIB, run / "server.log")) if compared else None
                 served = serve(prompts, model, Caches(host, peer), run)
             if not quiet:

@@ -91,6 +91,7 @@ def bench(quiet: bool) -> dict[str, float]:
     daemon = Daemon(run, folder / "pool", server__group=GROUP, pool__size="512MiB")
     figures: dict[str, float] = {}
     try:
+        daemon.wait_whole()
         people = {
             uid: session(uid, daemon.socket, fragments=FRAGMENTS, num_blocks=BLOCKS).ready()
             for uid in (VICTIM, ATTACKER)

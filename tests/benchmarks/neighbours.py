@@ -154,6 +154,7 @@ def bench(quiet: bool, apart: bool) -> dict[str, float]:
     daemon = Daemon(run, folder / "pool", server__group=GROUP, pool__size="512MiB", pool__extent_size="0")
     figures: dict[str, float] = {}
     try:
+        daemon.wait_whole()
         victim = connect(VICTIM, daemon.socket, "victim", VICTIM_BLOCKS)
         measure(victim)
         alone = measure(victim)

@@ -70,6 +70,7 @@ def _pair(rounds: int) -> dict[str, float]:
     random = np.random.default_rng(1)
     try:
         host.start()
+        host.daemon.wait_whole()
         model = tiny_llama.ensure(run / "tiny", tiny_llama.PRESETS["tiny"])
         config = kv_transfer_config(host.socket, min_load_tokens=0)
         bare = EngineOptions(model, num_blocks=512, environment=ONE_THREAD)

@@ -33,6 +33,7 @@ from kvtierd.memory import HostPool
 
 from tests.benchmarks import restart_daemon
 from tests.benchmarks.restart_daemon import Shape
+from tests.support.pools import whole
 
 SLOT_BYTES = 4096
 EXTENT_BYTES = 64 << 20
@@ -53,7 +54,7 @@ def fill(path: Path, slots: int) -> None:
     """Store `slots` one-shard blocks, say so, and wait to be killed. Their data is never written: no restart
     reads it.
     """
-    pool = HostPool.open(path, pool_bytes(slots), EXTENT_BYTES, lock_timeout_s=1)
+    pool = whole(HostPool.open(path, pool_bytes(slots), EXTENT_BYTES, lock_timeout_s=1))
     writer = pool.register_writer(os.getpid())
     record_blocks(pool.records, pool.geometry, slots, writer, pool.boot_nonce)
     print(slots, flush=True)

@@ -72,8 +72,10 @@ class Started:
 class Pool:
     """A pool file with the blocks of one shape in it, left behind by a killed daemon."""
 
-    def __init__(self, shape: Shape, folder: Path) -> None:
+    def __init__(self, shape: Shape, folder: Path, wrap: Sequence[str] = ()) -> None:
+        """`wrap`: words before the daemon's command."""
         self.shape = shape
+        self._wrap = wrap
         self._run = folder / "run"
         self._run.mkdir(mode=0o700)
         self._shm = Path(tempfile.mkdtemp(prefix="kvtier-test-bench-", dir="/dev/shm"))
@@ -85,6 +87,7 @@ class Pool:
         """Stores everything through a client, then kills the daemon."""
         daemon = self._start()
         try:
+            daemon.wait_whole()
             with self._client(daemon) as (client, memory):
                 memory.array[:] = self._bytes[: len(memory.array)]
                 batch = self.shape.engine_blocks
@@ -124,7 +127,8 @@ class Pool:
     def _start(self) -> Daemon:
         pool = self._shm / "pool"
         shape = self.shape
-        return Daemon(self._run, pool, pool__size=shape.pool_bytes, pool__extent_size=shape.extent_bytes)
+        sizes = {"pool__size": shape.pool_bytes, "pool__extent_size": shape.extent_bytes}
+        return Daemon(self._run, pool, wrap=self._wrap, **sizes)
 
     @contextmanager
     def _client(self, daemon: Daemon) -> Iterator[tuple[Client, SharedBuffer]]:

@@ -56,6 +56,7 @@ def rig(*, num_blocks: int, planes: int, fragment_bytes: int, pool_size: str) ->
     shm = Path(tempfile.mkdtemp(prefix="kvtier-test-bench-", dir="/dev/shm"))
     daemon = Daemon(run, shm / "pool", pool__size=pool_size, pool__extent_size="16MiB")
     try:
+        daemon.wait_whole()
         with connected(daemon.socket, "bench", num_blocks, planes, fragment_bytes) as (client, memory):
             yield Rig(daemon, client, memory)
     finally:

@@ -177,6 +177,14 @@ CASES = [
         "7 slots of host-1 wait for a process that cannot be proved gone",
     ),
     Case(
+        "KvtierPoolShort",
+        "warning",
+        {"kvtier_pool_short_bytes": "1073741824x5"},
+        {"kvtier_pool_short_bytes": "0x5"},
+        "5m",
+        "The pool of host-1 is 1GiB smaller than pool.size: there is no memory for the rest",
+    ),
+    Case(
         "KvtierDrainForgotten",
         "warning",
         {"kvtier_draining": "1x40"},

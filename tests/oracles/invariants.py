@@ -181,7 +181,8 @@ def _check_slots(blocks: Blocks, dump: Dump) -> None:
     known = {slot_bytes: (extents, total, free) for slot_bytes, extents, total, free in slots.sizes()}
     assigned = np.flatnonzero(slots.extent_size)
     assert set(slots.extent_size[assigned].tolist()) == set(known), "a size has no extents"
-    assert len(assigned) + slots.extents_free == slots.geometry.extents, "an extent was lost"
+    assert len(assigned) + slots.extents_free == slots.extents, "an extent was lost"
+    assert not slots.extent_size[slots.extents :].any(), "an extent without memory is in use"
     for slot_bytes, (extents, total, free) in known.items():
         own = np.flatnonzero(slots.extent_size == slot_bytes)
         everything = np.concatenate([slots.geometry.slots_of(e, slot_bytes) for e in own.tolist()])

@@ -261,7 +261,7 @@ struct SmallPool {
     explicit SmallPool(std::uint64_t slot_bytes)
         : words((pool::header_area_bytes + pool::extent_bytes_min) / sizeof(std::uint64_t)) {
         const std::uint8_t digest[16] = {};
-        pool::Records::format(base(), words.size() * 8, pool::extent_bytes_min, 1, digest, 0);
+        pool::Records::format(base(), words.size() * 8, pool::extent_bytes_min, 1, digest, 0, false, 1);
         records.emplace(base(), words.size() * 8, 0);
         records->format_extent(0, slot_bytes);
     }

@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
-from kvtierd.rpc.authority import TOKEN_METADATA
+from kvtierd.rpc.contract import TOKEN_METADATA
 
 from tests.integration.daemon.raw import RawSession
 from tests.support.process import DEADLINE_S, Daemon

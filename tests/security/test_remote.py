@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvtier.v1 import admin_pb2, cache_pb2, remote_pb2, types_pb2
 from kvtierd.config.descriptors import REMOTE_CONNECTIONS
-from kvtierd.rpc.errors import ERROR_METADATA
+from kvtierd.rpc.contract import ERROR_METADATA
 from kvtierd.rpc.remote import CALLS_PER_TENANT, FIND_HASHES_MAX, HANDSHAKE_S
 
 from tests.integration.daemon.raw import RawSession, hashes

@@ -16,6 +16,7 @@ from kvtierd.core.stimuli import (
     DiskJobFinished,
     Drain,
     PartFinished,
+    PoolPopulated,
     Resume,
     SessionReleased,
     SlotsChecked,
@@ -104,6 +105,19 @@ def time_jumps(world: World) -> None:
     assert not core.leases or jump <= LIMITS.lease_ttl_s, "a lease outlived its instance's silence"
     overdue = [transfer for transfer in core.transfers.values() if transfer.deadline_s <= world.now_s]
     assert all(transfer.state is TransferJobState.CLOSING for transfer in overdue), "a deadline passed unseen"
+
+
+def pool_grows(world: World) -> None:
+    """Or finds no more memory, until the next daemon asks for it again."""
+    slots = world.machine.core.blocks.slots
+    if not slots.extents_coming:
+        return
+    short = world.random.random() < 0.2
+    if not short:
+        world.pool.populated += world.random.randint(1, slots.extents_coming)
+    complete = short or world.pool.populated == world.pool.geometry.extents
+    world.faults["pool grows", "no more memory" if short else "all of it" if complete else "more memory"] += 1
+    world.do(PoolPopulated(world.pool.populated, complete))
 
 
 def tick(world: World) -> None:

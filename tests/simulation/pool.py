@@ -51,6 +51,8 @@ class FakePool:
         self.rots_below = rots_below
         self.boot = 0
         self.extents: dict[int, int] = {}
+        self.populated = geometry.extents
+        """How many extents, from the first on, have memory."""
         self.slots: dict[int, Slot] = {}
         pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
         self.states = np.zeros(pages, np.uint8)
@@ -60,6 +62,7 @@ class FakePool:
     # --- actions ---
 
     def assign(self, action: AssignExtent) -> None:
+        assert action.extent < self.populated, f"extent {action.extent} is used without memory"
         generation = 0
         old = self.extents.get(action.extent)
         if old is not None:

@@ -175,6 +175,7 @@ STEPS: dict[Callable[[World], None], float] = {
     worker_step: 64,
     disk_faults.worker_step: 60,
     faults.tick: 5,
+    faults.pool_grows: 0.3,
     faults.engine_dies: 0.3,
     faults.cancel: 1.5,
     faults.client_revokes: 1.5,

@@ -238,7 +238,7 @@ def _check_throttled(world: World, engine: Engine, group: int) -> None:
     """Nothing that could have made room was left."""
     blocks = world.machine.core.blocks
     domain = blocks.domains.of(tag_of(engine.kind.owner.tenant), engine.kind.shards(group))
-    shares = TierShares(world.machine.core.tenants, blocks.domains, blocks.geometry).now()
+    shares = TierShares(world.machine.core.tenants, blocks.domains, blocks.slots).now()
     short = [size for size, count in domain.per_size if blocks.slots.free(size) < count]
     full = blocks.live == blocks.capacity
     assert full or (short and blocks.slots.extents_free == 0), "throttled although there is room"

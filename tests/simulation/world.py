@@ -124,7 +124,7 @@ class World:
         self.outcomes: Counter[str] = Counter()
         self.leased_fraction = self.random.choice((0.2, 0.6, 0.95))
         """Of the pool, which holds a few prefixes."""
-        self.pool = FakePool(GEOMETRY)
+        self.pool = self._new_pool()
         self.sessions = itertools.count(1)
         self.worker_ids = itertools.count(1)
         self.registrations = itertools.count(1)
@@ -134,6 +134,12 @@ class World:
         geometry = PoolGeometry(self.random.choice((3, 8)), 1 << 15, 2 << 20)
         self.slabs = [FakeSlab(DiskId(disk), geometry) for disk in range(self.random.choice((0, 1, 1, 2)))]
         self._start()
+
+    def _new_pool(self) -> FakePool:
+        """It gets its memory little by little, unless it has all of it at once."""
+        pool = FakePool(GEOMETRY)
+        pool.populated = self.random.choice((1, 3, GEOMETRY.extents))
+        return pool
 
     def _table(self, capacity: int, geometry: PoolGeometry) -> Any:
         pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
@@ -149,6 +155,7 @@ class World:
             lambda: self.now_s,
             replace(LIMITS, leased_fraction_max=self.leased_fraction),
             GEOMETRY,
+            populated=self.pool.populated,
             integrity=CoreIntegrity(self.verify, SAMPLED_BYTES_PER_S, REMEMBERED),
             disks=[
                 (self._table(self.random.choice((64, 20)), slab.geometry), slab.geometry)
@@ -207,7 +214,7 @@ class World:
         self.zombies = []
         if len(self.corrupt) > CORRUPT_MAX:
             self.faults["cold start", "too many corrupt slots"] += 1
-            self.pool = FakePool(GEOMETRY)
+            self.pool = self._new_pool()
         self._start()
         for worker in workers:
             worker.become_zombie(self.quarantined)

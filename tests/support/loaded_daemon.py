@@ -1,9 +1,9 @@
 """What a daemon imports before it knows its settings: imported once, by the process whose forks daemons are
 (`forks`)."""
 
-from kvtierd.cli.entry import quiet_grpc
+from kvtierd.cli.entry import prepare_grpc
 
-quiet_grpc()
+prepare_grpc()
 
 import kvtierd.cli.commands  # noqa: E402
 import kvtierd.service.serve  # noqa: E402, F401

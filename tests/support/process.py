@@ -23,6 +23,9 @@ from tests.support.logs import keep_log
 DEADLINE_S = 60.0
 """The deadline for things that should take much less: only a broken daemon takes so long."""
 
+WHOLE_S = 300.0
+"""The deadline for a pool of tens of gigabytes to get its memory."""
+
 
 def readable(descriptor: int, timeout_s: float) -> bool:
     """Returns whether there is something to read, or the other end is gone, within `timeout_s`. Unlike
@@ -119,6 +122,14 @@ class Daemon:
     def status(self) -> admin_pb2.StatusResponse:
         with grpc.insecure_channel(f"unix:{self.socket}") as channel:
             return admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=DEADLINE_S)
+
+    def wait_whole(self) -> None:
+        """Waits until all of the pool has memory, so that there is room for all that is to be stored."""
+        deadline_s = time.monotonic() + WHOLE_S
+        while (pool := self.status().pool).populated_bytes < pool.capacity_bytes:
+            assert not pool.shortage, pool.shortage
+            assert time.monotonic() < deadline_s, "the pool does not become whole"
+            time.sleep(0.02)
 
     def check_idle(self) -> bool:
         """Returns whether nobody is attached, and nothing is held or under way."""

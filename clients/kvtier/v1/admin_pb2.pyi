@@ -949,12 +949,16 @@ class PoolStatus(google.protobuf.message.Message):
     RECOVERY_S_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     FILE_BYTES_FIELD_NUMBER: builtins.int
+    POPULATED_BYTES_FIELD_NUMBER: builtins.int
+    SHORTAGE_FIELD_NUMBER: builtins.int
     path: builtins.str
     """Empty for an anonymous pool that dies with the daemon."""
     capacity_bytes: builtins.int
+    """What the pool can hold once all of it has memory, slot tables included."""
     used_bytes: builtins.int
     """Bytes of the slots that hold a block."""
     extents: builtins.int
+    """Extents that have memory, and can be used."""
     extents_free: builtins.int
     start: builtins.str
     """"warm" or "cold"."""
@@ -971,6 +975,10 @@ class PoolStatus(google.protobuf.message.Message):
     """The configured size, pool.size."""
     file_bytes: builtins.int
     """The length of the pool's file, or of the anonymous memory: the header and `capacity_bytes`."""
+    populated_bytes: builtins.int
+    """The part of `capacity_bytes` that has memory, and can be used. It grows after a start."""
+    shortage: builtins.str
+    """Why the rest gets no memory before the next start, in words; empty if it does."""
     def __init__(
         self,
         *,
@@ -988,8 +996,10 @@ class PoolStatus(google.protobuf.message.Message):
         recovery_s: builtins.float = ...,
         size_bytes: builtins.int = ...,
         file_bytes: builtins.int = ...,
+        populated_bytes: builtins.int = ...,
+        shortage: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "discarded_slots", b"discarded_slots", "extents", b"extents", "extents_free", b"extents_free", "file_bytes", b"file_bytes", "path", b"path", "quarantined_slots", b"quarantined_slots", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "recovery_s", b"recovery_s", "size_bytes", b"size_bytes", "start", b"start", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "discarded_slots", b"discarded_slots", "extents", b"extents", "extents_free", b"extents_free", "file_bytes", b"file_bytes", "path", b"path", "populated_bytes", b"populated_bytes", "quarantined_slots", b"quarantined_slots", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "recovery_s", b"recovery_s", "shortage", b"shortage", "size_bytes", b"size_bytes", "start", b"start", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 

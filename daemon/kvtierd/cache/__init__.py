@@ -6,6 +6,7 @@
 from kvtierd.cache.clearing import Cleared
 from kvtierd.cache.disks import DiskFile
 from kvtierd.cache.facade import Cache, Event, Listener
+from kvtierd.cache.growing import grow
 from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.ticks import run_ticks
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
@@ -27,5 +28,6 @@ __all__ = [
     "PacketChannel",
     "SessionAbout",
     "Snapshot",
+    "grow",
     "run_ticks",
 ]

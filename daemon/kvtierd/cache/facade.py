@@ -71,7 +71,7 @@ class Cache:
         self._started_at_s = clock()
         self.boot_nonce = pool.boot_nonce
         self.pool_bytes = pool.geometry.capacity_bytes
-        """Bytes that the host tier can hold."""
+        """Bytes that the host tier can hold once all of it has memory."""
         self._writers: dict[WorkerId, int] = {}
         """The pool's writer id of every worker that was ever live."""
         self.disks = DiskFiles(disks, workers, pool.boot_nonce, self.post)
@@ -264,6 +264,25 @@ class Cache:
         if not self.disks.take(stimulus):
             self.post(stimulus)
 
+    # --- the pool's memory ---
+
+    def pool_populated(self, end: int) -> None:
+        """The pool's file has memory up to the offset `end`, so the extents there can be used."""
+        extents = self._pool.populated(end)
+        self.post(stimuli.PoolPopulated(extents, complete=extents == self._pool.geometry.extents))
+
+    def pool_stays(self, why: str) -> None:
+        """There is no memory for the rest of the pool; `why` says so in words. It goes on with what it
+        has."""
+        self._pool.no_more(why)
+        log.error(
+            "the pool stays smaller than pool.size until the next start: there is no memory for the rest",
+            why=why,
+            populated_bytes=self._pool.populated_bytes,
+            of_bytes=self.pool_bytes,
+        )
+        self.post(stimuli.PoolPopulated(self._pool.populated_extents, complete=True))
+
     # --- the life of the daemon ---
 
     def drain(self) -> None:
@@ -282,6 +301,11 @@ class Cache:
     @property
     def transfers_active(self) -> int:
         return self._machine.status().transfers_active
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is held, under way or to be done soon, so that ticks may come more rarely."""
+        return self._machine.is_idle
 
     @property
     def is_under_way(self) -> bool:
@@ -358,6 +382,8 @@ class Cache:
                 size_bytes=self._pool.size_bytes,
                 file_bytes=len(self._pool.array),
                 capacity_bytes=self.pool_bytes,
+                populated_bytes=self._pool.populated_bytes,
+                shortage=self._pool.shortage,
                 quarantined_slots=self._pool.quarantined_slots,
                 start=self._pool.start,
             ),

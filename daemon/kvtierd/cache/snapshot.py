@@ -39,6 +39,10 @@ class PoolSnapshot:
     file_bytes: int
     """The header and `capacity_bytes`: what fits `size_bytes` in whole extents."""
     capacity_bytes: int
+    populated_bytes: int
+    """The part of `capacity_bytes` that has memory, and can be used."""
+    shortage: str
+    """Why the rest gets none; empty if it does."""
     quarantined_slots: int
     start: PoolStart
 

@@ -9,7 +9,10 @@ from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 
 TICK_S = 0.1
-QUARANTINE_RETRY_TICKS = 50
+IDLE_TICK_S = 0.5
+"""Between two ticks while the core is idle. What comes meanwhile has deadlines of seconds, and the daemon's
+clock has to be read every second."""
+QUARANTINE_RETRY_S = 5.0
 
 log = logger(__name__)
 
@@ -20,14 +23,15 @@ async def run_ticks(
     """Ticks until it is cancelled, or the daemon is poisoned. `observe_lag` is called with every tick,
     with the number of seconds by which the event loop was late."""
     loop = asyncio.get_running_loop()
-    ticks = 0
+    retry_at_s = loop.time() + QUARANTINE_RETRY_S
     while not cache.poisoned.is_set():
-        due = loop.time() + TICK_S
-        await asyncio.sleep(TICK_S)
-        observe_lag(max(0.0, loop.time() - due))
+        pause_s = IDLE_TICK_S if cache.is_idle else TICK_S
+        due_s = loop.time() + pause_s
+        await asyncio.sleep(pause_s)
+        observe_lag(max(0.0, loop.time() - due_s))
         cache.post(Tick())
-        ticks += 1
-        if ticks % QUARANTINE_RETRY_TICKS == 0:
+        if loop.time() >= retry_at_s:
+            retry_at_s = loop.time() + QUARANTINE_RETRY_S
             _retry_quarantine(cache, pool)
 
 

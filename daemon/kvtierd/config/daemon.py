@@ -101,7 +101,7 @@ class ServerConfig:
     hello_deadline_s: float = s.setting(
         10.0, s.seconds, "A connection that has not said hello after this long is closed."
     )
-    heartbeat_interval_s: float = s.setting(2.0, s.seconds, "How often clients are told to send a heartbeat.")
+    heartbeat_interval_s: float = s.setting(5.0, s.seconds, "How often clients are told to send a heartbeat.")
     session_silence_s: float = s.setting(
         30.0, s.seconds, "A session silent for this long is ended, as if its process had died."
     )

@@ -51,6 +51,7 @@ class Machine:
         limits: stimuli.CoreLimits,
         geometry: PoolGeometry,
         *,
+        populated: int | None = None,
         first_epoch: int = 1,
         integrity: stimuli.CoreIntegrity | None = None,
         disks: Sequence[tuple[BlockTable, PoolGeometry]] = (),
@@ -59,6 +60,8 @@ class Machine:
         shares: Mapping[str, TenantShare] | None = None,
     ) -> None:
         """`table` is empty, and belongs to the machine from now on. `clock` gives monotonic seconds.
+        `populated`: how many extents, from the first on, have memory already, before any `PoolPopulated`;
+        None for all.
 
         `first_epoch` is where epochs are counted from. No earlier daemon may have issued it or any later one,
         because clients outlive daemons and tell by the epoch alone whether their leases and parts still mean
@@ -69,7 +72,7 @@ class Machine:
         `shares` has what is configured for tenants, by name.
         """
         self._clock = clock
-        blocks = Blocks(table, geometry, integrity)
+        blocks = Blocks(table, geometry, integrity, populated=populated)
         self.core = CoreState(
             blocks,
             limits,
@@ -118,6 +121,7 @@ class Machine:
             stimuli.WorkerLost: self._instances.worker_lost,
             stimuli.WorkerExited: self._instances.worker_exited,
             stimuli.Recovered: self._recovered,
+            stimuli.PoolPopulated: self._populated,
             stimuli.DiskRecovered: of_disks.recovered,
             stimuli.SlotsProven: self._slots_proven,
             stimuli.Drain: self._drain,
@@ -142,6 +146,13 @@ class Machine:
         core.recovered = True
         recover(core.blocks, stimulus)
         self.tier.host_recovered()
+
+    def _populated(self, stimulus: stimuli.PoolPopulated) -> None:
+        slots = self.core.blocks.slots
+        slots.populated(stimulus.extents)
+        if stimulus.complete and slots.extents_coming:
+            slots.no_more()
+            self._instances.tell_all()  # they were told what fits the pool as it was to be
 
     def _slots_proven(self, stimulus: stimuli.SlotsProven) -> None:
         """Frees those of the slots that are quarantined."""
@@ -192,6 +203,13 @@ class Machine:
         return self.core.plan(found.instance, group)
 
     # --- questions, which change nothing ---
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is held, under way or to be done soon, so that ticks may come more rarely."""
+        core = self.core
+        busy = core.leases or core.transfers or core.check is not None or core.pages.filling
+        return not busy and not core.disks.all
 
     def transfer(self, session: SessionId, epoch: Epoch, ticket: Ticket) -> TransferEnded | None:
         """How a transfer of the session's instance ended; None while it is active.
@@ -272,7 +290,7 @@ class Machine:
             transfers_active=len(core.transfers),
             blocks=BlockCounts(table["writing"], table["ready"], table["evicting"], table["capacity"]),
             used_bytes=used_bytes,
-            extents=slots.geometry.extents,
+            extents=slots.extents,
             extents_free=slots.extents_free,
             quarantined_slots=len(slots.quarantined),
             corrupt_slots=len(slots.corrupt),

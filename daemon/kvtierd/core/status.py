@@ -268,6 +268,7 @@ class CoreStatus:
     used_bytes: int
     """Bytes of the slots that hold a block."""
     extents: int
+    """Extents that have memory."""
     extents_free: int
     quarantined_slots: int
     """Slots whose writers may still live."""

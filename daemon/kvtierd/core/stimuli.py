@@ -402,6 +402,16 @@ class Recovered(Stimulus):
 
 
 @dataclass(frozen=True, slots=True)
+class PoolPopulated(Stimulus):
+    """Extents of the pool have got memory, and can be used from now on."""
+
+    extents: int
+    """How many, from the first on, have memory: no fewer than before."""
+    complete: bool = False
+    """Whether it stays at that, because all have memory, or because no more is to be had."""
+
+
+@dataclass(frozen=True, slots=True)
 class DiskRecovered(Stimulus):
     """What a scan of a disk's records found. It is handed in once per disk, right after the `WorkerLive` of
     its first worker; sessions may have come before. The slots are the disk's, and none are quarantined."""
@@ -452,7 +462,8 @@ class Reconfigure(Stimulus):
 
 @dataclass(frozen=True, slots=True)
 class Tick(Stimulus):
-    """Time has passed: leases and transfers past their deadlines end. Sent about every 100 ms."""
+    """Time has passed: leases and transfers past their deadlines end. Sent about every 100 ms, and every
+    500 ms while the core is idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,7 +511,7 @@ class CoreIntegrity:
     """How blocks are doubted, and how many of those that are gone are remembered."""
 
     verify: Verify = Verify.RESTART
-    sample_bytes_per_s: int = 64 << 20
+    sample_bytes_per_s: int = 16 << 20
     """How many bytes of READY blocks, chosen at random, are compared with their checksums; 0 for none."""
     remembered_blocks: int = 1 << 17
     """Of how many blocks, the latest, it is remembered why they are gone; 44 bytes each."""

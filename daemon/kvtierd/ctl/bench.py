@@ -16,6 +16,7 @@ from kvtier import Client, Group, Namespace, Outcome, Plane, SharedBuffer, Trans
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from kvtierd.config.settings import human_size
+from kvtierd.ctl.text import usable_bytes
 
 POOL_FRACTION_MAX = 1 / 8
 """The largest share of the pool that is stored. If nothing is free, the oldest blocks of others are
@@ -80,13 +81,13 @@ def bench(
     pool allows. Calls `check_stop()` again and again; if that raises, the measurement ends. Raises
     BenchError, and grpc.RpcError if the daemon ends meanwhile. No block stays unless the daemon has ended."""
     status = admin.Status(admin_pb2.StatusRequest(), timeout=WAIT_S, wait_for_ready=False)
-    most = min(SIZE_BYTES_MAX, int(status.pool.capacity_bytes * POOL_FRACTION_MAX))
+    most = min(SIZE_BYTES_MAX, int(usable_bytes(status.pool) * POOL_FRACTION_MAX))
     if size_bytes is None:
         size_bytes = min(SIZE_BYTES, most)
     if size_bytes > most:
         raise BenchError(
             f"--size {human_size(size_bytes)} is too much for a pool of "
-            f"{human_size(status.pool.capacity_bytes)}: {human_size(most)} at most"
+            f"{human_size(usable_bytes(status.pool))}: {human_size(most)} at most"
         )
     if block_bytes < BLOCK_BYTES_MIN:
         raise BenchError(f"--block {human_size(block_bytes)}: {human_size(BLOCK_BYTES_MIN)} at least")

@@ -12,8 +12,7 @@ from google.protobuf.message import DecodeError
 from kvtier.v1 import admin_pb2_grpc, side_pb2
 
 from kvtierd.config.daemon import side_socket_of
-from kvtierd.rpc.authority import TOKEN_METADATA
-from kvtierd.rpc.hello import PROTOCOL_VERSIONS
+from kvtierd.rpc.contract import PROTOCOL_VERSIONS, TOKEN_METADATA
 
 ANSWER_S = 2.0
 ANSWER_BYTES_MAX = 65_536

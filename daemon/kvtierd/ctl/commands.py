@@ -24,8 +24,6 @@ from kvtierd.config import daemon as configuration
 from kvtierd.config import settings
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import HASH_BYTES_MAX
-from kvtierd.ctl.bench import WAIT_S, BenchError, bench
-from kvtierd.ctl.bench import lines as bench_lines
 from kvtierd.ctl.caller import admin_at
 from kvtierd.ctl.clear import cleared, question
 from kvtierd.ctl.engine import EngineCheck, verdict
@@ -40,7 +38,7 @@ from kvtierd.ctl.status import page as status_page
 from kvtierd.ctl.terminal import console, plain, show, whole_screen
 from kvtierd.ctl.text import count, drained, reloaded, scrub_line, scrubbed
 from kvtierd.ctl.top import WIDTH, Top
-from kvtierd.rpc.errors import ERROR_METADATA
+from kvtierd.rpc.contract import ERROR_METADATA
 
 TIMEOUT_S = 5.0
 CLEAR_S = 60.0
@@ -353,6 +351,10 @@ def measure(socket: Path | None, size: str | None, block: str, as_json: bool) ->
     makes room for it. Exit status 1: bytes came back wrong; 69: it could not be measured; 75: something could
     not be cleared yet.
     """
+    # Imported only here, because no other command needs the client.
+    from kvtierd.ctl.bench import WAIT_S, BenchError, bench
+    from kvtierd.ctl.bench import lines as bench_lines
+
     size_bytes = None if size is None else _size("--size", size)
     block_bytes = _size("--block", block)
     path = _path(socket)

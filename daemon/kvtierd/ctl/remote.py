@@ -18,7 +18,7 @@ from kvtierd.ctl.messages import to_json
 from kvtierd.ctl.status import page as status_page
 from kvtierd.ctl.terminal import show
 from kvtierd.ctl.text import count
-from kvtierd.rpc.errors import ERROR_METADATA
+from kvtierd.rpc.contract import ERROR_METADATA
 
 TIMEOUT_S = 5.0
 EXIT_NO_DAEMON = 69

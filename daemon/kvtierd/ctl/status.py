@@ -10,7 +10,7 @@ from rich.text import Text
 from kvtierd.config.settings import human_size, size_and_parts
 from kvtierd.ctl.lists import DISK_PREFIX, TENANT, WORKER, copy_workers, engines, refused_imports
 from kvtierd.ctl.terminal import bar, facts, indented, state, table
-from kvtierd.ctl.text import count, duration, scrub_line
+from kvtierd.ctl.text import count, duration, scrub_line, usable_bytes
 
 Facts = Iterator[tuple[str, RenderableType]]
 
@@ -59,7 +59,13 @@ def _pool(status: admin_pb2.StatusResponse) -> Facts:
     pool, blocks = status.pool, status.blocks
     if pool.size_bytes:  # a daemon of an earlier version does not tell it
         yield "size", size_and_parts(pool.size_bytes, pool.file_bytes, pool.capacity_bytes)
-    yield "used", used(pool.used_bytes, pool.capacity_bytes)
+    if usable_bytes(pool) < pool.capacity_bytes:
+        share = (
+            f"{usable_bytes(pool) / pool.capacity_bytes:.0%}, {human_size(usable_bytes(pool))}, can be used"
+        )
+        rest = f"no memory for the rest: {pool.shortage}" if pool.shortage else "the rest follows"
+        yield "memory", f"{share}; {rest}"
+    yield "used", used(pool.used_bytes, usable_bytes(pool))
     yield "blocks", f"{blocks.ready:,} ready, {blocks.writing:,} writing, {blocks.evicting:,} evicting"
     yield "extents", f"{pool.extents - pool.extents_free:,} assigned, {pool.extents_free:,} free"
     if pool.start == "warm":

@@ -78,3 +78,8 @@ def count(number: int, what: str) -> str:
 def shortened(name: str, width: int | None) -> str:
     """A name, without its beginning if it is longer than `width`: names differ in their ends more often."""
     return name if width is None or len(name) <= width else f"…{name[1 - width :]}"
+
+
+def usable_bytes(pool: admin_pb2.PoolStatus) -> int:
+    """The part of the pool that can be used now."""
+    return pool.populated_bytes or pool.capacity_bytes  # in a daemon of an earlier version it is all of it

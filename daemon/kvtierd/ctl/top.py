@@ -13,7 +13,7 @@ from rich.text import Text
 from kvtierd.config.settings import human_size
 from kvtierd.ctl.lists import ENGINE, WORKER, copy_workers
 from kvtierd.ctl.terminal import Graph, state, table
-from kvtierd.ctl.text import duration, shortened
+from kvtierd.ctl.text import duration, shortened, usable_bytes
 
 WIDTH = 80
 """The width of a page that does not go to a terminal."""
@@ -66,7 +66,7 @@ class Period:
     def pool_share(self) -> float:
         """The share of the pool that holds blocks."""
         pool = self.status.pool
-        return pool.used_bytes / pool.capacity_bytes if pool.capacity_bytes else 0.0
+        return pool.used_bytes / usable_bytes(pool) if pool.capacity_bytes else 0.0
 
 
 class Top:
@@ -202,7 +202,7 @@ TILES = (
     Tile(
         "Pool", "magenta", lambda period: period.pool_share, "{:.0%}".format,
         lambda period: (
-            f"{human_size(period.status.pool.used_bytes)} of {human_size(period.status.pool.capacity_bytes)}",
+            f"{human_size(period.status.pool.used_bytes)} of {human_size(usable_bytes(period.status.pool))}",
             f"{period.status.blocks.ready:,} blocks",
         ),
         most=1.0,

@@ -17,6 +17,7 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import Slots
 from kvtierd.core.stimuli import Recovered
 from kvtierd.memory import pool_file
+from kvtierd.memory.populating import Progress, no_progress
 from kvtierd.memory.recovery import NOTHING_FOUND, free_proven, recover, set_aside, writers_named
 from kvtierd.memory.replacing import replace_memory
 from kvtierd.memory.writers import WriterTable
@@ -50,6 +51,9 @@ class HostPool:
     size_bytes: int
     """The size that was asked for; the file has as many whole extents as fit into it."""
     geometry: PoolGeometry
+    shortage: str
+    """Why the pool stays smaller than its file, because there is no memory for the rest; empty if it does
+    not."""
     records: PoolRecords
     array: npt.NDArray[np.uint8]
     """The whole file; workers map it themselves."""
@@ -66,6 +70,7 @@ class HostPool:
         """Call `HostPool.open` instead."""
         self.fd = fd
         self.geometry = geometry
+        self.shortage = ""
         self.array = array
         self.records = PoolRecords(array)
         self.boot_nonce = secrets.randbits(64) | 1
@@ -96,17 +101,18 @@ class HostPool:
         extent_bytes: int | None = None,
         *,
         lock_timeout_s: float,
-        progress: pool_file.Progress = pool_file.no_progress,
+        progress: Progress = no_progress,
         check_stop: Callable[[], None] = pool_file.never_stop,
     ) -> "HostPool":
         """Opens the pool at `path`: recovers what is there, or makes a new one. If `path` is None, makes one
         in a memfd.
 
         The file has at most `size_bytes`: a 2 MiB header and whole extents. If `extent_bytes` is None, an
-        existing pool keeps its own, and a new one gets a suitable size. The call blocks up to
-        `lock_timeout_s` for the lock, and about 0.8 CPU seconds for each GiB of a new pool, which it reports
-        to `progress`. Meanwhile it calls `check_stop()` again and again; if that raises, opening ends, and a
-        pool that is not finished is removed.
+        existing pool keeps its own, and a new one gets a suitable size. A new pool has memory for its first
+        area only; `populated` says that more of it has some. The call blocks up to `lock_timeout_s` for the
+        lock, and for the first area, about 0.2 CPU seconds, which it reports to `progress`. Meanwhile it
+        calls `check_stop()` again and again; if that raises, opening ends, and a pool that is not finished is
+        removed.
 
         A pool that cannot be kept is made anew, and `start.cold_reason` says why. Raises PoolLocked,
         PoolTooLarge or PoolRefused, each of which names the path and what to do, and ValueError for sizes out
@@ -140,7 +146,7 @@ class HostPool:
             else:
                 geometry = header.geometry
                 assert path is not None
-                array = pool_file.map_whole(fd, path, length)
+                array = pool_file.map_found(fd, path, header)
             pool = cls(fd, geometry, array, cold_reason, began_s)
             pool.size_bytes = size_bytes
         except BaseException:
@@ -150,6 +156,29 @@ class HostPool:
             raise
         pool._log(path)
         return pool
+
+    @property
+    def populated_extents(self) -> int:
+        """How many extents, from the first on, have memory. The others must not be touched."""
+        return self.records.populated
+
+    @property
+    def populated_bytes(self) -> int:
+        """Bytes of the extents that have memory."""
+        return self.records.populated * self.geometry.extent_bytes
+
+    def populated(self, end: int) -> int:
+        """Takes over that the file has memory up to `end`. Returns how many extents can be used now: those of
+        whole areas."""
+        self.records.set_populated(pool_file.whole_areas(self.geometry, end))
+        return self.records.populated
+
+    def no_more(self, why: str) -> None:
+        """There is no memory for the rest of the pool, `why` says. Gives back what it has of an area that is
+        not complete."""
+        self.shortage = why
+        end = pool_file.populated_bytes(self.geometry, self.records.populated)
+        pool_file.give_back(self.fd, end, len(self.array))
 
     def register_writer(self, pid: int) -> int:
         """Gives a living process, which is about to write slots, its writer id (1 to 65,535). Raises
@@ -232,10 +261,11 @@ class HostPool:
         where = path or "memory, not persistent"
         if not start.warm:
             log.info(
-                "pool %s: cold start, %s; %s with its header, made in %.1f s",
+                "pool %s: cold start, %s; %s with its header, the first %s in %.1f s",
                 where,
                 start.cold_reason,
                 pool_file.gib(len(self.array)),
+                pool_file.gib(self.populated_bytes),
                 start.seconds,
             )
             return

@@ -1,6 +1,7 @@
 """The pool's file: opening it safely, locking it, making it, and deciding whether what is there can be
 kept."""
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -11,17 +12,17 @@ import stat
 import struct
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from kvtier_kernels import format_pool, populate, xxh3_64
+from kvtier_kernels import PoolRecords, format_pool, xxh3_64
 
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.memory.errors import POOL, Naming, PoolLocked, PoolRefused, PoolTooLarge
+from kvtierd.memory.populating import NO_ROOM, THREADS_MAX, Progress, no_progress, node_of, populate_range
 from kvtierd.memory.writers import TABLE_BYTES, TABLE_OFFSET, living
 
 log = logging.getLogger(__name__)
@@ -38,19 +39,9 @@ MAGIC = b"KVTIERP1"
 MAGIC_MAKING = b"KVTIERP0"
 
 LOCK_POLL_S = 0.02
-POPULATE_CHUNK_BYTES = 64 << 20
-"""How much is populated in one step; a step takes about 50 ms."""
-POPULATE_THREADS_MAX = 8
-NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EDQUOT, errno.EFBIG)
-"""What it means that the file system, the control group or a limit has no memory left for a pool."""
-
-
-Progress = Callable[[int, int], None]
-"""Called in the caller's thread with how many bytes are populated, and out of how many."""
-
-
-def no_progress(done: int, of: int) -> None:
-    """Ignores progress."""
+AREA_BYTES = 256 << 20
+"""A pool gets its memory in areas of so many bytes, or of one extent where that is larger, and in such areas
+GPUs' workers register it."""
 
 
 def never_stop() -> None:
@@ -70,6 +61,8 @@ class Header:
     digest: bytes
     encrypted: bool = False
     """Whether it is a slab that is encrypted."""
+    populated: int = 0
+    """How many extents, from the first on, have memory."""
 
 
 def config_digest(geometry: PoolGeometry) -> bytes:
@@ -104,6 +97,31 @@ def geometry_for(size_bytes: int, extent_bytes: int, naming: Naming = POOL) -> P
 def file_bytes(geometry: PoolGeometry) -> int:
     """The length of the pool file."""
     return geometry.first_extent_offset + geometry.extents * geometry.extent_bytes
+
+
+def populated_bytes(geometry: PoolGeometry, populated: int) -> int:
+    """Where the memory of a pool ends, of which so many extents have some."""
+    return geometry.first_extent_offset + populated * geometry.extent_bytes
+
+
+def memory_end(records: PoolRecords) -> int:
+    """Where the memory of a pool ends now, as its records say it to every process that has them."""
+    return HEADER_AREA_BYTES + records.populated * records.extent_bytes
+
+
+def extents_per_area(extent_bytes: int) -> int:
+    """How many extents get their memory together."""
+    return max(1, AREA_BYTES // extent_bytes)
+
+
+def whole_areas(geometry: PoolGeometry, length: int) -> int:
+    """How many extents lie in areas that end within the first `length` bytes of the file. The last area may
+    have fewer extents than the others."""
+    extents = (length - geometry.first_extent_offset) // geometry.extent_bytes
+    if extents >= geometry.extents:
+        return geometry.extents
+    step = extents_per_area(geometry.extent_bytes)
+    return max(0, extents // step * step)
 
 
 # --- opening and locking ------------------------------------------------------------------------------------
@@ -250,8 +268,8 @@ def _openers(file: os.stat_result) -> list[int]:
 
 def read_header(fd: int, naming: Naming = POOL) -> Header | str:
     """The header of a pool file, or, in words for the log, why there is none that can be believed."""
-    page = os.pread(fd, 64, 0)
-    if len(page) < 64 or page[:8] == bytes(8):
+    page = os.pread(fd, 88, 0)
+    if len(page) < 88 or page[:8] == bytes(8):
         return f"there was no {naming.what} yet"
     if page[:8] == MAGIC_MAKING:
         return f"an earlier start was interrupted while it created the {naming.what}"
@@ -269,7 +287,17 @@ def read_header(fd: int, naming: Naming = POOL) -> Header | str:
         or not extents
     ):
         return f"the {naming.what}'s header makes no sense: {extents} extents of {extent_bytes} bytes"
-    return Header(PoolGeometry(extents, extent_bytes, first), page[40:56], version == ENCRYPTED_FORMAT)
+    missing = _missing(*struct.unpack_from("<2I", page, 80))
+    if missing is None or missing >= extents:
+        return f"the {naming.what}'s header is damaged: it does not say which extents have memory"
+    geometry = PoolGeometry(extents, extent_bytes, first)
+    return Header(geometry, page[40:56], version == ENCRYPTED_FORMAT, extents - missing)
+
+
+def _missing(count: int, inverted: int) -> int | None:
+    """How many extents have no memory yet; None if the two numbers do not fit together. In a pool of an
+    earlier version both are 0."""
+    return count if inverted == (count ^ 0xFFFF_FFFF if count else 0) else None
 
 
 def refuse_foreign(fd: int, path: Path, naming: Naming = POOL) -> None:
@@ -332,12 +360,15 @@ def reason_to_remake(
 def make_pool(
     fd: int, path: Path | None, geometry: PoolGeometry, progress: Progress = no_progress
 ) -> npt.NDArray[np.uint8]:
-    """Makes the file a new, empty pool, allocates all of its memory, and maps it. `path` is None for a memfd.
+    """Makes the file a new, empty pool, gets memory for its first area, and maps it. `path` is None for a
+    memfd.
 
     Wherever this is interrupted, the file can be recognised as unfinished. Raises PoolTooLarge; nothing has
     changed if the lack of room could be known in advance.
     """
     length = file_bytes(geometry)
+    populated = min(extents_per_area(geometry.extent_bytes), geometry.extents)
+    first = populated_bytes(geometry, populated)
     _require_room(fd, path, length)
     try:
         os.ftruncate(fd, 0)
@@ -347,8 +378,9 @@ def make_pool(
             header[: len(MAGIC)] = MAGIC_MAKING
         os.ftruncate(fd, length)
         pool = map_pool(fd, length)
-        populate_all(pool, progress)
-        ensure_allocated(fd, length)
+        threads = min(THREADS_MAX, os.cpu_count() or 1)
+        populate_range(fd, pool[:first], 0, threads=threads, node=node_of(0), progress=progress)
+        ensure_allocated(fd, first)
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
@@ -356,20 +388,27 @@ def make_pool(
         raise PoolTooLarge(
             f"pool of {gib(length)} at {path or 'memory'}: the space ran out while it was made ({error})"
         ) from error
-    format_pool(pool, geometry.extent_bytes, geometry.extents, config_digest(geometry))
+    digest = config_digest(geometry)
+    format_pool(pool, geometry.extent_bytes, geometry.extents, digest, populated=populated)
     return pool
 
 
-def map_whole(fd: int, path: Path, length: int) -> npt.NDArray[np.uint8]:
-    """Maps a pool that is there, with memory for all of it. Raises PoolTooLarge if there is no room for what
-    has none yet."""
+def map_found(fd: int, path: Path, header: Header) -> npt.NDArray[np.uint8]:
+    """Maps a pool that is there, with memory for all that its header says has some. Raises PoolTooLarge if
+    there is no room for that, or for the rest."""
+    length = file_bytes(header.geometry)
+    end = populated_bytes(header.geometry, header.populated)
     try:
-        ensure_allocated(fd, length)
+        if end < length:
+            _require_room(fd, path, length)
+            # What was populated last, and not noted any more, would hide a hole from the count of blocks.
+            give_back(fd, end, length)
+        ensure_allocated(fd, end)
         return map_pool(fd, length)
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        missing = max(0, length - os.fstat(fd).st_blocks * 512)
+        missing = max(0, end - os.fstat(fd).st_blocks * 512)
         raise PoolTooLarge(
             f"pool.path {path}: {gib(missing)} of the pool's {gib(length)} have no memory, because the file "
             f"has holes, and there is no room for them ({error}). Free as much in {path.parent}, or remove "
@@ -388,6 +427,14 @@ def ensure_allocated(fd: int, length: int) -> None:
     full."""
     if os.fstat(fd).st_blocks * 512 < length:
         os.posix_fallocate(fd, 0, length)
+
+
+def give_back(fd: int, start: int, end: int) -> None:
+    """Gives the memory of a part of the file back. Nobody may have registered it with a driver. Both are
+    multiples of the extent's bytes from the first extent on."""
+    # A file system that cannot do it keeps the memory, which harms nothing.
+    with contextlib.suppress(OSError), mmap.mmap(fd, end - start, offset=start) as pages:
+        pages.madvise(mmap.MADV_REMOVE)
 
 
 def _require_room(fd: int, path: Path | None, length: int) -> None:
@@ -417,29 +464,3 @@ def _available_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/meminfo has no MemAvailable")
-
-
-def populate_all(pool: npt.NDArray[np.uint8], progress: Progress = no_progress) -> None:
-    """Brings every page of the pool into memory and maps it, several chunks at a time.
-
-    This is safe beside readers and writers of the pool. Where the kernel cannot do it (before 5.14), nothing
-    happens. Raises OSError EFAULT if the file has holes and the file system is full.
-    """
-
-    def one(offset: int) -> None:
-        populate(pool, offset, min(POPULATE_CHUNK_BYTES, len(pool) - offset))
-
-    threads = min(POPULATE_THREADS_MAX, os.cpu_count() or 1)
-    try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="pool-populate") as executor:
-            offsets = range(0, len(pool), POPULATE_CHUNK_BYTES)
-            try:
-                for offset, _ in zip(offsets, executor.map(one, offsets), strict=True):
-                    progress(min(offset + POPULATE_CHUNK_BYTES, len(pool)), len(pool))
-            except BaseException:
-                executor.shutdown(wait=True, cancel_futures=True)  # otherwise all others would run first
-                raise
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        log.info("this kernel cannot populate the pool ahead of use; pages are mapped as they are touched")

@@ -214,7 +214,11 @@ def _spaces(
 ) -> tuple[npt.NDArray[np.uint32], tuple[tuple[NamespaceDigest, int, int], ...], Rows]:
     """Numbers each block's (namespace, group, world size). Returns the numbers, what they stand for, and the
     blocks that have one."""
-    _, first, spaces = np.unique(found["space_keys"][head_rows], return_index=True, return_inverse=True)
+    keys = found["space_keys"][head_rows]
+    kinds = np.unique(keys)  # a few; asking it where each is would sort a million
+    spaces = np.searchsorted(kinds, keys)
+    first = np.empty(len(kinds), np.int64)
+    first[spaces[::-1]] = np.arange(len(keys) - 1, -1, -1)  # of several, the last one stays
     meaning = head_rows[first]
     # One pair of spaces in 2^64 shares a checksum. Then the blocks of one are given up, and not mixed up.
     same = _same(found, head_rows, meaning[spaces], ("groups", "worlds"), ("namespaces",))

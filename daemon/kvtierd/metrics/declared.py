@@ -61,7 +61,7 @@ DECLARED = (
     ),
     _histogram(
         "kvtier_event_loop_lag_seconds",
-        "How late the event loop was at each tick of 100 ms.",
+        "How late the event loop was at each tick: every 100 ms, or every 500 ms while idle.",
         "Lookups wait as long; high for long: the front's core is overloaded.",
     ),
     _histogram(
@@ -72,9 +72,19 @@ DECLARED = (
     ),
     _gauge(
         "kvtier_pool_bytes",
-        "Bytes of the host pool, by whether they are in slots that hold a block.",
+        "Bytes of the host pool that have memory, by whether they are in slots that hold a block.",
         "Full is healthy: what matters then is how old blocks are when they are evicted.",
         labels=("state",),
+    ),
+    _gauge(
+        "kvtier_pool_missing_bytes",
+        "Bytes of the host pool that have no memory yet, and cannot be used.",
+        "Falls to 0 after a cold start; see kvtier_pool_short_bytes if it does not.",
+    ),
+    _gauge(
+        "kvtier_pool_short_bytes",
+        "Bytes of the host pool for which there is no memory, so that it stays smaller than pool.size.",
+        "Not 0: something else has filled the pool's file system or the memory. Make room, then restart.",
     ),
     _gauge(
         "kvtier_pool_extents",

@@ -42,7 +42,10 @@ def families(snapshot: Snapshot, version: str, *, by_tenant: bool = False) -> It
 def _pool(sheet: Sheet, snapshot: Snapshot) -> None:
     pool, core = snapshot.pool, snapshot.core
     sheet.set("kvtier_pool_bytes", core.used_bytes, "used")
-    sheet.set("kvtier_pool_bytes", pool.capacity_bytes - core.used_bytes, "free")
+    sheet.set("kvtier_pool_bytes", pool.populated_bytes - core.used_bytes, "free")
+    missing_bytes = pool.capacity_bytes - pool.populated_bytes
+    sheet.set("kvtier_pool_missing_bytes", missing_bytes)
+    sheet.set("kvtier_pool_short_bytes", missing_bytes if pool.shortage else 0)
     sheet.set("kvtier_pool_extents", core.extents - core.extents_free, "assigned")
     sheet.set("kvtier_pool_extents", core.extents_free, "free")
     free_bytes = sum(size.free * size.slot_bytes for size in core.sizes)

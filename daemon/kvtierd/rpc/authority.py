@@ -6,10 +6,8 @@ from typing import Any
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.logs import logger
 from kvtierd.rpc.connections import Connections
+from kvtierd.rpc.contract import TOKEN_METADATA
 from kvtierd.rpc.peers import PeerRules
-
-TOKEN_METADATA = "kvtier-token-bin"
-"""Key of the metadata by which a caller of Admin says which side connection is its own."""
 
 log = logger(__name__)
 

@@ -7,9 +7,7 @@ import grpc.aio
 from kvtier.v1 import types_pb2
 
 from kvtierd.core.errors import Reason, Refusal
-
-ERROR_METADATA = "kvtier-error-bin"
-"""Key of a refused unary call's trailing metadata; the value is a serialised kvtier.v1.Error."""
+from kvtierd.rpc.contract import ERROR_METADATA
 
 _C = grpc.StatusCode
 

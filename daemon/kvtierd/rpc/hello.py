@@ -12,10 +12,10 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Rank, SessionId
 from kvtierd.core.stimuli import AttachSession, GroupGeometry, Owner, SessionRole
 from kvtierd.rpc.batches import BATCHES, UNANSWERED
+from kvtierd.rpc.contract import PROTOCOL_VERSIONS
 from kvtierd.rpc.heartbeats import prefill_rate
 from kvtierd.rpc.peers import PeerProcess
 
-PROTOCOL_VERSIONS = (1,)
 FEATURES = frozenset({"index-page", "joint-lookup", "retention", BATCHES, UNANSWERED})
 HASH_BYTES_MIN = 8
 WORLD_SIZE_MAX = 1_024

@@ -76,6 +76,8 @@ def greet(
     )
     pool = snapshot.pool
     size = size_and_parts(pool.size_bytes, pool.file_bytes, pool.capacity_bytes)
+    if pool.populated_bytes < pool.capacity_bytes:
+        size += f", {human_size(pool.populated_bytes)} of it at once, the rest as it gets memory"
     lines = (
         f"kvtierd {version()} is serving, pid {os.getpid()}",
         f"  socket   {socket}",

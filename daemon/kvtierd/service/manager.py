@@ -23,8 +23,12 @@ def status_line(snapshot: Snapshot) -> str:
         return f"Draining: {snapshot.core.transfers_active} transfers active, nothing new is taken"
     pool, core = snapshot.pool, snapshot.core
     engines = sum(instance.ready and not instance.fencing for instance in core.instances)
-    used = f"{human_size(core.used_bytes)} of {human_size(pool.capacity_bytes)} used"
+    used = f"{human_size(core.used_bytes)} of {human_size(pool.populated_bytes)} used"
     parts = [f"Serving {engines} engines, {core.blocks.ready} blocks, {used}"]
+    if pool.populated_bytes < pool.capacity_bytes:
+        share = pool.populated_bytes / pool.capacity_bytes
+        usable = f"{share:.0%} of {human_size(pool.capacity_bytes)} usable"
+        parts.append(f"{usable}, no memory for the rest: {pool.shortage}" if pool.shortage else usable)
     for worker in snapshot.workers:
         if worker.state == "live" and 0 < worker.registered_bytes < pool.capacity_bytes:
             share = worker.registered_bytes / pool.capacity_bytes

@@ -1,6 +1,7 @@
 """The composition root: builds the daemon from a configuration, runs it, takes it down in order."""
 
 import asyncio
+import gc
 import grp
 import math
 import os
@@ -18,7 +19,7 @@ from kvtier_kernels import CAPACITY_MAX, BlockTable
 from prometheus_client import CollectorRegistry
 
 from kvtierd import logs
-from kvtierd.cache import Cache, DiskFile, run_ticks
+from kvtierd.cache import Cache, DiskFile, grow, run_ticks
 from kvtierd.cli.interrupts import Noted
 from kvtierd.config.daemon import Config, Loaded
 from kvtierd.config.descriptors import RESERVE, DescriptorShares, descriptors_wanted, shares_within
@@ -239,6 +240,7 @@ class _Daemon:
             asyncio.create_task(run_ticks(cache, self._pool, serving.metrics.observe_lag), name="ticks"),
             asyncio.create_task(self._end_silent(serving.connections), name="silence"),
             asyncio.create_task(serving.manager.run(), name="service manager"),
+            asyncio.create_task(grow(cache, self._pool), name="memory of the pool"),
         ]
         try:
             await self._until_told(cache, background)
@@ -276,6 +278,7 @@ class _Daemon:
             clock,
             limits,
             self._pool.geometry,
+            populated=self._pool.populated_extents,
             first_epoch=first_epoch(self._pool.boot_nonce),
             integrity=config.integrity.to_core(),
             randomness=np.random.default_rng(),
@@ -299,10 +302,16 @@ class _Daemon:
             pages_max=self._shares.pages,
             clock=clock,
         )
-        cache.handle(self._pool.recovered)
         stack.push_async_callback(workers.lives.stop, 0)
         self._notifier.starting("Starting the copy workers", EXTENSION_S)
-        await workers.start()
+        starting = asyncio.create_task(workers.start(), name="workers")
+        try:
+            # While the workers import what they need, the core takes over what was found.
+            await asyncio.sleep(0)
+            cache.handle(self._pool.recovered)
+            await starting
+        finally:
+            starting.cancel()
         if self._disks:
             starting_s = config.disk.start_deadline_s + EXTENSION_S
             self._notifier.starting("Reading what the disks hold", starting_s)
@@ -337,6 +346,9 @@ class _Daemon:
             stack.push_async_callback(remote.stop, 0)
             await remote.start()
         port = 0 if remote is None else remote.port
+        # What is there now stays, so no collection has to look at it again.
+        gc.freeze()
+        gc.enable()
         greet(config, self._sockets.grpc_path, metrics_url, port, self._pool.start, cache.snapshot())
         manager.ready()
         return _Serving(cache, workers, connections, rpc, remote, side, manager, metrics)

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 
 GAP_S = 1.0
-"""The longest time between two readings that counts in full. The daemon reads its clock ten times a
-second."""
+"""The longest time between two readings that counts in full. The daemon reads its clock twice a
+second at least."""
 
 
 class SteadyClock:

@@ -7,6 +7,7 @@ The daemon's process is called the front here. Workers talk to it over one chann
 import argparse
 import contextlib
 import faulthandler
+import gc
 import logging
 import mmap
 import os
@@ -104,6 +105,7 @@ def run(
     """
     # This comes before Ready: otherwise nobody would notice a worker that hangs right after it.
     inherited.status.enter(StatusWord.HEARTBEAT)
+    gc.freeze()  # what is there now stays, so no collection has to look at it again
     exit_status, is_orphan = 0, False
     try:
         inherited.channel.send(wire.ToFront(ready=ready).SerializeToString())

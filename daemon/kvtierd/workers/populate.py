@@ -21,20 +21,32 @@ NICENESS = 10
 YIELD_S = 0.005
 """Time between two looks at whether the lanes are busy."""
 
+GROWTH_S = 0.1
+"""Time between two looks at whether more of the pool has memory. It doubles as long as none has more, up to
+`GROWTH_MAX_S`."""
+GROWTH_MAX_S = 5.0
+
 _log = logger(__name__)
 
 
 class Populator:
-    """A thread that maps the pool, from its beginning, while the lanes have nothing to do, and lets the
-    device prepare what has been mapped.
+    """A thread that maps the pool, from its beginning and as it gets memory, while the lanes have nothing to
+    do, and lets the device prepare what has been mapped.
 
     It changes no byte. What it has not reached, or cannot map, is mapped when a copy touches it.
     """
 
-    def __init__(self, pool: mmap.mmap, is_busy: Callable[[], bool], device: Device | None = None) -> None:
-        """`is_busy()` is called before each chunk, from the thread. Without a device, the whole pool is
-        mapped."""
+    def __init__(
+        self,
+        pool: mmap.mmap,
+        memory_end: Callable[[], int],
+        is_busy: Callable[[], bool],
+        device: Device | None = None,
+    ) -> None:
+        """`memory_end()` is where the pool's memory ends now, and `is_busy()` is called before each chunk,
+        both from the thread. Without a device, all is mapped."""
         self._pool = pool
+        self._memory_end = memory_end
         self._is_busy = is_busy
         self._device = device
         self._can_map = True
@@ -56,14 +68,29 @@ class Populator:
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        if self._device is None:
-            self._map(0, len(self._pool))
-            return
-        self._device.enter_thread()
-        for offset, length in self._device.pool_areas():
-            if not self._map(offset, length) or not self._turn():
+        if self._device is not None:
+            self._device.enter_thread()
+        done, pause_s = 0, GROWTH_S
+        while done < len(self._pool):
+            end = self._memory_end()
+            if end == done:
+                if self._stopped.wait(pause_s):
+                    return
+                pause_s = min(2 * pause_s, GROWTH_MAX_S)
+                continue
+            if not self._prepare(done, end):
                 return
+            done, pause_s = end, GROWTH_S
+
+    def _prepare(self, start: int, end: int) -> bool:
+        """False if the thread was stopped."""
+        if self._device is None:
+            return self._map(start, end - start)
+        for offset, length in self._device.pool_areas(start, end):
+            if not self._map(offset, length) or not self._turn():
+                return False
             self._device.pool_area_mapped((offset, length))
+        return True
 
     def _map(self, area_offset: int, area_bytes: int) -> bool:
         """False if the thread was stopped."""

@@ -35,7 +35,13 @@ class Place:
         return folder
 
     def start(self, **settings: Any) -> Daemon:
-        """Settings as `pool__size="1GiB"`."""
+        """Settings as `pool__size="1GiB"`. Returns when all of the pool can be used."""
+        daemon = self.start_growing(**settings)
+        daemon.wait_whole()
+        return daemon
+
+    def start_growing(self, **settings: Any) -> Daemon:
+        """Returns as soon as it serves."""
         self._started.append(Daemon(self._run, self._shm / "pool", **settings))
         return self._started[-1]
 

@@ -24,6 +24,7 @@ from tests.integration.worker.conftest import StartRig
 from tests.integration.worker.devices import Bytes, DeviceMemory, Mode
 from tests.integration.worker.rig import Rig
 from tests.support.fake_cuda import FakeCuda, make_fake_cuda
+from tests.support.pools import whole
 
 __all__ = ["make_fake_cuda"]
 
@@ -129,7 +130,7 @@ async def start_rig(mode: Mode, driver: Driver) -> AsyncIterator[StartRig]:
         pool_bytes: int = 66 << 20,
         environment: dict[str, str] | None = None,
     ) -> Rig:
-        pool = HostPool.open(None, pool_bytes, 16 << 20, lock_timeout_s=1)
+        pool = whole(HostPool.open(None, pool_bytes, 16 << 20, lock_timeout_s=1))
         of_gpu: dict[str, Any] = {
             "device": info.name,
             "memory": lambda size: ReadThrough(driver, size),

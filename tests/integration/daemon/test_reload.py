@@ -35,7 +35,7 @@ def test_what_can_change_changes(file: Path, start: Callable[..., Daemon]) -> No
     status, said = reload(daemon)
     assert (status, said) == (
         0,
-        'integrity.sample_bytes_per_s: "64MiB" -> "7MiB"\nlog.level: "info" -> "debug"\n',
+        'integrity.sample_bytes_per_s: "16MiB" -> "7MiB"\nlog.level: "info" -> "debug"\n',
     )
     assert daemon.status().integrity.sample_bytes_per_s == 7 << 20
     assert reload(daemon) == (0, "nothing has changed\n"), "it is in force"
@@ -61,7 +61,7 @@ def test_what_needs_a_restart_is_said_and_the_rest_is_in_force(
     status, said = reload(daemon, "--json")
     assert status == 75
     assert json.loads(said) == {
-        "applied": [{"key": "integrity.sample_bytes_per_s", "before": '"64MiB"', "after": '"7MiB"'}],
+        "applied": [{"key": "integrity.sample_bytes_per_s", "before": '"16MiB"', "after": '"7MiB"'}],
         "needs_restart": [{"key": "limits.leases_max", "before": "8192", "after": "5"}],
     }
     assert daemon.status().integrity.sample_bytes_per_s == 7 << 20
@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     assert status == 69
     assert named in said
     assert "nothing has changed" in said
-    assert daemon.status().integrity.sample_bytes_per_s == 64 << 20
+    assert daemon.status().integrity.sample_bytes_per_s == 16 << 20
 
 
 def test_a_file_that_is_gone_changes_nothing(file: Path, start: Callable[..., Daemon]) -> None:

@@ -31,6 +31,7 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import BlockingPacketChannel, packet_socketpair
 from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
 
+from tests.support.pools import whole
 from tests.support.process import readable
 
 MIB = 1 << 20
@@ -252,7 +253,7 @@ class Front:
     """The folder with its keys, if it is encrypted."""
 
     def __post_init__(self) -> None:
-        self.pool = HostPool.open(None, self.pool_bytes, self.pool_extent_bytes, lock_timeout_s=1)
+        self.pool = whole(HostPool.open(None, self.pool_bytes, self.pool_extent_bytes, lock_timeout_s=1))
         self.image = DiskImage(disk_geometry(self.size_bytes, self.extent_bytes))
         self.jobs = itertools.count(1)
         self._worker: Worker | None = None

@@ -15,6 +15,7 @@ from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 from tests.integration.worker.devices import USUAL, Gpu, Mode, params
 from tests.integration.worker.rig import SLACK_S, Rig
 from tests.support.fake_cuda import FakeCuda
+from tests.support.pools import whole
 
 StartRig = Callable[..., Awaitable[Rig]]
 
@@ -80,7 +81,7 @@ async def start_rig(mode: Mode, request: pytest.FixtureRequest) -> AsyncIterator
         chunks: LaneChunks | None = None,
     ) -> Rig:
         """`environment` and `chunks`: for the workers of a GPU. Without `worker`, none is started."""
-        pool = HostPool.open(None, pool_bytes, 16 << 20, lock_timeout_s=1)
+        pool = whole(HostPool.open(None, pool_bytes, 16 << 20, lock_timeout_s=1))
         of_gpu: dict[str, Any] = {}
         if gpu is not None:
             of_gpu = {

@@ -42,7 +42,7 @@ def test_it_waits_for_the_lanes_and_stops_when_told(pool: mmap.mmap) -> None:
         asked.set()
         return True
 
-    populator = Populator(pool, busy)
+    populator = Populator(pool, lambda: len(pool), busy)
     assert populator.join(0)
     populator.start()
     assert asked.wait(SLACK_S)
@@ -58,7 +58,7 @@ def test_pages_that_cannot_be_had_are_left_to_those_who_need_them(
     os.truncate(
         f"/proc/self/fd/{_descriptor('kvt-test-pool')}", CHUNK_BYTES
     )  # as if there were no room for the rest
-    populator = Populator(pool, lambda: False)
+    populator = Populator(pool, lambda: len(pool), lambda: False)
     with caplog.at_level("INFO"):
         populator.start()
         assert populator.join(SLACK_S)

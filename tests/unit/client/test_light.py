@@ -11,6 +11,7 @@ import pytest
 PROGRAM = """
 import json, sys, threading
 import {module}
+{module}.Client
 names = {{name.partition(".")[0] for name in sys.modules}}
 cuda = [name for name in sys.modules if "cuda" in name]
 print(json.dumps([sorted(names), cuda, threading.active_count()]))

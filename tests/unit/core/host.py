@@ -106,6 +106,7 @@ class Host:
         disk_policy: CoreDisks | None = None,
         integrity: CoreIntegrity | None = None,
         shares: Mapping[str, TenantShare] | None = None,
+        populated: int | None = None,
     ) -> None:
         """`table`: the class of the block table, or a table."""
         make = table if isinstance(table, type) else type(table)
@@ -121,6 +122,7 @@ class Host:
             disk_policy=disk_policy,
             integrity=integrity,
             shares=shares,
+            populated=populated,
         )
         self.actions: list[Action] = []
         """Of the last stimulus."""

@@ -51,6 +51,21 @@ class TestAllocator:
         assert slots.assign_free(4096, 1000) == [2, 3]
         assert slots.free(4096) == 56
 
+    def test_hands_out_extents_as_they_get_memory_the_first_first(self) -> None:
+        slots = SlotAllocator(GEOMETRY, populated=1)
+        assert (slots.capacity_bytes, slots.extents_free) == (GEOMETRY.extent_bytes, 1)
+        assert slots.assign_free(4096, 1000) == [0]
+        slots.populated(3)
+        assert (slots.extents, slots.extents_free, slots.extents_coming) == (3, 2, 1)
+        assert slots.assign_free(4096, 1000) == [1, 2]
+        with pytest.raises(AssertionError):
+            slots.populated(2)
+        slots.no_more()
+        with pytest.raises(AssertionError):
+            slots.populated(4)
+        slots.retire(1)
+        assert slots.assign_free(8192, 1000) == [1]
+
     def test_never_hands_out_a_slot_twice(self) -> None:
         slots = SlotAllocator(GEOMETRY)
         slots.assign_free(4096, 20)

@@ -208,7 +208,7 @@ def test_no_store_takes_what_is_guaranteed_to_others(steps: list[tuple[int, int,
     least = {owner.tenant: tag_of(owner.tenant) for owner in (A, B, C)}
 
     def taken() -> dict[TenantTag, int]:
-        now = TierShares(core.tenants, core.blocks.domains, GEOMETRY).now()
+        now = TierShares(core.tenants, core.blocks.domains, core.blocks.slots).now()
         return {tag: now.used[tag] for tag in least.values()}
 
     for number, (who, chain, count, wait) in enumerate(steps):

@@ -22,8 +22,8 @@ from kvtierd.memory.pool_file import (
     default_extent_bytes,
     geometry_for,
     map_pool,
-    populate_all,
 )
+from kvtierd.memory.populating import populate_range
 
 from tests.unit.memory.plain_pool import MIB, SPACE, hashes, read_header, u64
 
@@ -364,7 +364,7 @@ def test_populating_fills_holes_and_touches_no_byte(path: Path) -> None:
         sparse = map_pool(file.fileno(), 4 * MIB)
         sparse[-1] = 7
         before = sparse.copy()
-        populate_all(sparse)
+        populate_range(file.fileno(), sparse, 0, threads=2)
         assert os.fstat(file.fileno()).st_blocks * 512 == 4 * MIB
         assert np.array_equal(sparse, before)
 

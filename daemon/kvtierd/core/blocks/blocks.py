@@ -64,9 +64,11 @@ class Blocks:
         *,
         disk: DiskId | None = None,
         host: "Blocks | None" = None,
+        populated: int | None = None,
     ) -> None:
         """`disk` is the disk whose blocks these are, with the host's blocks as `host`, because spaces and
-        history are shared; None if these are the host's."""
+        history are shared; None if these are the host's. `populated`: how many extents, from the first on,
+        have memory already; None for all."""
         integrity = integrity or CoreIntegrity()
         always = integrity.verify is Verify.ALWAYS
         self.integrity = integrity
@@ -82,7 +84,7 @@ class Blocks:
         """Slots of condemned blocks, which are set aside when their blocks go."""
         self.table = table
         self.geometry = geometry
-        self.slots = SlotAllocator(geometry)
+        self.slots = SlotAllocator(geometry, populated)
         self.domains = Domains()
         if host is None:
             self.spaces = Spaces(table)

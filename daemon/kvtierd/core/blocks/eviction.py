@@ -44,7 +44,7 @@ class Eviction:
     ) -> None:
         """`retention` is that of these blocks; None if they are never held for a time, as on disks."""
         self._blocks = blocks
-        self._shares = TierShares(tenants, blocks.domains, blocks.geometry)
+        self._shares = TierShares(tenants, blocks.domains, blocks.slots)
         self._retention = retention
         self._table = blocks.table
         self._slots = blocks.slots

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core.blocks.domains import Domain
-from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.blocks.slots import SlotAllocator
 from kvtierd.core.blocks.table import BlockTable, HoldCounts
 from kvtierd.core.blocks.tenants import Tenants
 from kvtierd.core.ids import NO_TENANT, Entries, TenantTag
@@ -62,15 +62,21 @@ class HeldBlocks:
 class LeaseBudget:
     """The budget of one pool."""
 
-    def __init__(self, table: BlockTable, geometry: PoolGeometry, fraction: float, tenants: Tenants) -> None:
+    def __init__(self, table: BlockTable, slots: SlotAllocator, fraction: float, tenants: Tenants) -> None:
         """`fraction` of the pool may be held for loads in all."""
         self._tenants = tenants
         self._held_bytes: Counter[TenantTag] = Counter()
         """The sum of what all instances of a tenant hold. What two of them hold counts twice."""
         self._table = table
-        self._geometry = geometry
-        self.leasable_bytes = int(fraction * geometry.capacity_bytes)
+        self._slots = slots
+        self._geometry = slots.geometry
+        self._fraction = fraction
         self.all = HeldBlocks(self._table.hold_counts(), NO_TENANT)
+
+    @property
+    def leasable_bytes(self) -> int:
+        """The most that may be held for loads in all. It grows with the part of the pool that has memory."""
+        return int(self._fraction * self._slots.capacity_bytes)
 
     def new_holder(self, tenant: TenantTag) -> HeldBlocks:
         """Counts of what one instance of a tenant holds, which is nothing yet."""
@@ -81,14 +87,15 @@ class LeaseBudget:
         return self._geometry.taken_by(domain.per_size)
 
     def prefix_tokens(self, plans: Sequence[LeasablePlan]) -> int:
-        """Tokens of the longest prefix whose blocks of all these groups fit into the pool at once; 0 without
-        plans."""
+        """Tokens of the longest prefix whose blocks of all these groups fit at once into the pool as it will
+        be when all of it has memory; 0 without plans."""
         extents_per_token = sum(
             per_block / self._geometry.slots_per_extent(slot_bytes) / plan.block_tokens
             for plan in plans
             for slot_bytes, per_block in plan.domain.per_size
         )
-        return int(self._geometry.extents / extents_per_token + 1e-6) if extents_per_token else 0
+        extents = self._slots.extents + self._slots.extents_coming
+        return int(extents / extents_per_token + 1e-6) if extents_per_token else 0
 
     @property
     def alone_bytes(self) -> int:

@@ -165,7 +165,7 @@ class BlockRetention:
         second = self._after(min(milliseconds, int(self._limits.hold_s_max * 1000)))
         entries = _each_once(entries[table.states(entries) == READY])
         new = entries[self.held_until[entries] == 0]
-        most = int(self._limits.held_fraction_max * self._blocks.geometry.capacity_bytes)
+        most = int(self._limits.held_fraction_max * self._blocks.slots.capacity_bytes)
         room = max(0, most - self.held_bytes) // domain.block_bytes
         self._tally.unheld_blocks += max(0, len(new) - room)
         new = new[:room]

@@ -108,11 +108,17 @@ class SlotAllocator:
     """Knows which slots are free, by size, and which extent holds slots of which size. It decides nothing
     about blocks.
 
-    Every slot of an assigned extent is free, taken, quarantined or corrupt.
+    Every slot of an assigned extent is free, taken, quarantined or corrupt. Extents are used from the moment
+    in which they have memory, which they get one after another.
     """
 
-    def __init__(self, geometry: PoolGeometry) -> None:
+    def __init__(self, geometry: PoolGeometry, populated: int | None = None) -> None:
+        """`populated`: how many extents, from the first on, have memory already; None for all."""
         self.geometry = geometry
+        self.extents = geometry.extents if populated is None else populated
+        """How many extents, from the first on, have memory."""
+        self.extents_coming = geometry.extents - self.extents
+        """How many more will get some."""
         self.extent_size = np.zeros(geometry.extents, np.int64)
         """Slot bytes of each extent; 0 for an extent that is assigned to no size."""
         self.extent_slots = np.zeros(geometry.extents, np.int64)
@@ -124,7 +130,13 @@ class SlotAllocator:
         self.corrupt: set[int] = set()
         """Slots that have failed a check and are never handed out again."""
         self._sizes: dict[int, _Size] = {}
-        self._unassigned = list(range(geometry.extents - 1, -1, -1))
+        self._unassigned = list(range(self.extents - 1, -1, -1))
+
+    @property
+    def capacity_bytes(self) -> int:
+        """All extents that have memory together, headers and records included. Whoever may have a fraction of
+        the tier may have it of this."""
+        return self.extents * self.geometry.extent_bytes
 
     @property
     def extents_free(self) -> int:
@@ -159,6 +171,18 @@ class SlotAllocator:
         size.free = end
 
     # --- extents ---
+
+    def populated(self, extents: int) -> None:
+        """The first `extents` extents have memory now: no fewer than before."""
+        assert self.extents <= extents <= self.extents + self.extents_coming, f"{extents} extents"
+        # The last of the list is taken first.
+        self._unassigned[:0] = range(extents - 1, self.extents - 1, -1)
+        self.extents_coming -= extents - self.extents
+        self.extents = extents
+
+    def no_more(self) -> None:
+        """No more extents will get memory."""
+        self.extents_coming = 0
 
     def assign_free(self, slot_bytes: int, wanted: int) -> list[int]:
         """Assigns free extents to a size until it has `wanted` free slots, or no extent is left. Returns

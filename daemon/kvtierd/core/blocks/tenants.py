@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvtierd.core.blocks.domains import Domain, Domains
 from kvtierd.core.blocks.namespaces import tag_of
-from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.blocks.slots import SlotAllocator
 from kvtierd.core.blocks.tenant_tallies import TenantTallies
 from kvtierd.core.ids import TenantTag
 from kvtierd.core.status import TenantTally
@@ -75,17 +75,17 @@ class Tenants:
 class TierShares:
     """The shares of one tier."""
 
-    def __init__(self, tenants: Tenants, domains: Domains, geometry: PoolGeometry) -> None:
+    def __init__(self, tenants: Tenants, domains: Domains, slots: SlotAllocator) -> None:
         self._tenants = tenants
         self._domains = domains
-        self._geometry = geometry
+        self._slots = slots
 
     def now(self) -> "SharesNow":
         """How much each tenant has now."""
         used: Counter[TenantTag] = Counter()
         for domain in self._domains.by_id.values():
-            used[domain.tenant] += domain.blocks * self._geometry.taken_by(domain.per_size)
-        return SharesNow(self._tenants, self._geometry, used)
+            used[domain.tenant] += domain.blocks * self._slots.geometry.taken_by(domain.per_size)
+        return SharesNow(self._tenants, self._slots, used)
 
     def room(self, domain: Domain, without_slots: int) -> int | None:
         """How many blocks of a domain its tenant may give slots to; None if there is no limit. The domain has
@@ -93,8 +93,8 @@ class TierShares:
         most = self._tenants.most(domain.tenant)
         if most >= 1.0:
             return None
-        block_bytes = self._geometry.taken_by(domain.per_size)
-        free = int(most * self._geometry.capacity_bytes) - self.now().used[domain.tenant]
+        block_bytes = self._slots.geometry.taken_by(domain.per_size)
+        free = int(most * self._slots.capacity_bytes) - self.now().used[domain.tenant]
         return max(0, free // block_bytes + without_slots)
 
 
@@ -103,7 +103,7 @@ class SharesNow:
     """The shares of one tier as they are until the next block comes or goes."""
 
     tenants: Tenants
-    geometry: PoolGeometry
+    slots: SlotAllocator
     used: Counter[TenantTag]
     """Bytes that each tenant's blocks take, including what is lost where slots do not fill their extents."""
 
@@ -112,13 +112,13 @@ class SharesNow:
         if domain.tenant == taker.tenant:
             return domain.blocks
         beyond = self.used[domain.tenant] - self._least_bytes(domain.tenant)
-        return min(domain.blocks, max(0, beyond // self.geometry.taken_by(domain.per_size)))
+        return min(domain.blocks, max(0, beyond // self.slots.geometry.taken_by(domain.per_size)))
 
     def may_lose(self, lost: Mapping[Domain, int], taker: Domain) -> bool:
         """Whether so many blocks of each of these domains may be evicted to make room for another domain."""
         losses: Counter[TenantTag] = Counter()
         for domain, blocks in lost.items():
-            losses[domain.tenant] += blocks * self.geometry.taken_by(domain.per_size)
+            losses[domain.tenant] += blocks * self.slots.geometry.taken_by(domain.per_size)
         return all(
             self.used[tenant] - lost_bytes >= self._least_bytes(tenant)
             for tenant, lost_bytes in losses.items()
@@ -128,9 +128,9 @@ class SharesNow:
     def is_owed(self, domain: Domain, without_slots: int) -> bool:
         """Whether a tenant has less than is guaranteed to it, even if one more of the `without_slots` blocks
         of this domain gets its slots."""
-        block_bytes = self.geometry.taken_by(domain.per_size)
+        block_bytes = self.slots.geometry.taken_by(domain.per_size)
         with_it = self.used[domain.tenant] - (without_slots - 1) * block_bytes
         return with_it <= self._least_bytes(domain.tenant)
 
     def _least_bytes(self, tenant: TenantTag) -> int:
-        return int(self.tenants.least(tenant) * self.geometry.capacity_bytes)
+        return int(self.tenants.least(tenant) * self.slots.capacity_bytes)

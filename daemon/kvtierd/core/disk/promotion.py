@@ -70,7 +70,7 @@ class Promotion:
     def _room(self, plan: GroupPlan) -> int:
         """How many more blocks may be promoted, beside those that are under way."""
         reading = sum(disk.bytes[DiskJobKind.READ] for disk in self._disks.all)
-        most = int(self._host.geometry.capacity_bytes * POOL_FRACTION_MAX) - reading
+        most = int(self._host.slots.capacity_bytes * POOL_FRACTION_MAX) - reading
         if reading == 0:
             most = max(most, plan.domain.block_bytes)
         return max(0, most) // plan.domain.block_bytes

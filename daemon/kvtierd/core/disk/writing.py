@@ -208,6 +208,6 @@ class Writing:
         what comes to the host."""
         new_bytes = self._host.opened_bytes - self._opened_bytes
         self._opened_bytes += new_bytes
-        most = self._host.geometry.capacity_bytes
+        most = self._host.slots.capacity_bytes
         self._credit_bytes = min(self._credit_bytes + WRITTEN_PER_STORED * new_bytes, most)
         return max(0, self._credit_bytes)

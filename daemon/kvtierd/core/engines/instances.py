@@ -391,6 +391,11 @@ class Instances:
 
     # --- views ---
 
+    def tell_all(self) -> None:
+        """Tells every session what its instance is like now."""
+        for instance in self._core.instances.values():
+            self._tell(instance)
+
     def view(self, instance: Instance) -> InstanceView:
         missing = self._missing(instance)
         lost = [rank for rank, session in instance.ranks.items() if session.lost]

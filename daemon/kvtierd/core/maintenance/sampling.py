@@ -20,10 +20,13 @@ HOST_DEVICE = "cpu"
 """The device whose worker does it. It is always there, and it has no link that could be kept busy."""
 SLOTS_MAX = 8_192
 """Slots drawn at once, and so for one request, which has to fit into one packet."""
+ASK_S = 0.85
+"""Between two requests, unless a draw met too few slots in use: choosing takes longer than most else that an
+idle daemon does, however few slots are chosen."""
 SAVED_S = 1.0
 """What could not be read for want of an idle worker is made up for, up to this many seconds' worth."""
 TICKS_PER_S = 10
-"""Ticks per second, at least; each draws at most `SLOTS_MAX` slots."""
+"""Ticks per second, at least; each draws at most `SLOTS_MAX` slots, and does so if draws meet too few."""
 READY = int(BlockState.READY)
 
 
@@ -38,6 +41,8 @@ class Sampler:
         self._credit_bytes = 0.0
         """Bytes that may be read now; below zero after a slot that was larger than the credit."""
         self._earned_at_s: float | None = None
+        self._asks_at_s = 0.0
+        """When to ask next, at the earliest."""
         self._checks = 0
 
     def tick(self) -> None:
@@ -48,6 +53,8 @@ class Sampler:
         self._credit_bytes = min(self._credit_bytes + self.bytes_per_s * since_s, self.bytes_per_s * SAVED_S)
         if core.check is not None or core.draining or self._credit_bytes <= 0:
             return
+        if core.now_s < self._asks_at_s:
+            return
         worker = self._worker()
         if worker is None:
             return
@@ -55,6 +62,8 @@ class Sampler:
         if len(slots) == 0:
             return
         self._credit_bytes -= float(sizes.sum())
+        if self._credit_bytes <= 0:
+            self._asks_at_s = core.now_s + ASK_S
         self._checks += 1
         entries = self._blocks.table.owners(slots)
         core.check = Check(

@@ -98,7 +98,7 @@ class CoreState:
         self.retention = BlockRetention(self.blocks, self.tally, self.limits)
         self.eviction = Eviction(self.blocks, self.tally, self.tenants, self.retention)
         self.lease_budget = LeaseBudget(
-            self.blocks.table, self.blocks.geometry, self.limits.leased_fraction_max, self.tenants
+            self.blocks.table, self.blocks.slots, self.limits.leased_fraction_max, self.tenants
         )
         self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves, self.tenants)
         self.pages = IndexPages(self.blocks, self.disks)

@@ -129,7 +129,7 @@ class Disk(Entity):
             capacity_bytes=slots.geometry.capacity_bytes,
             blocks=self.blocks.table.stats()["ready"],
             corrupt_slots=len(slots.corrupt),
-            extents=slots.geometry.extents,
+            extents=slots.extents,
             extents_free=slots.extents_free,
             sizes=sizes,
             jobs=len(self.jobs),

@@ -11,6 +11,7 @@ from typing import NoReturn
 import numpy as np
 from kvtier_kernels import PoolRecords
 
+from kvtierd.memory.pool_file import memory_end
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.copy.cpu import CpuDevice
 from kvtierd.workers.copy.device import Device, DeviceUnusableError
@@ -35,7 +36,7 @@ def main() -> NoReturn:
         give_up(inherited, error.refusal)
     engine = CopyEngine(device, records, inherited.channel, inherited.status)
     engine.start()
-    populator = Populator(inherited.pool, engine.is_busy, device)
+    populator = Populator(inherited.pool, lambda: memory_end(records), engine.is_busy, device)
     exit_status, _ = run(inherited, wire.Ready(pid=os.getpid()), populator, engine.handle, _log)
     _finish(engine, inherited)
     leave(exit_status)

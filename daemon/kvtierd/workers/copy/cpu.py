@@ -72,8 +72,8 @@ class CpuDevice:
             value=size_bytes,
         )
 
-    def pool_areas(self) -> Iterable[Area]:
-        return [(0, len(self._pool))]
+    def pool_areas(self, start: int, end: int) -> Iterable[Area]:
+        return [(start, end - start)]
 
     def pool_area_mapped(self, area: Area) -> None:
         pass

@@ -105,9 +105,9 @@ class Device(MemoryMapper, Protocol):
     def join(self, timeout_s: float) -> bool:
         """Waits for the device's own threads after `stop`; False if they have not ended."""
 
-    def pool_areas(self) -> Iterable[Area]:
-        """The areas of the pool to prepare before they are used, in this order. The order may change while
-        they are iterated over."""
+    def pool_areas(self, start: int, end: int) -> Iterable[Area]:
+        """The areas of the pool from `start` to `end`, which have got memory, to prepare before they are
+        used, in this order. The order may change while they are iterated over."""
 
     def pool_area_mapped(self, area: Area) -> None:
         """The pages of an area are mapped now. Does what else is needed for fast copies there."""

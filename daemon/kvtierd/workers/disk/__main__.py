@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+from kvtier_kernels import PoolRecords
 
 from kvtierd.core.errors import Refusal
+from kvtierd.memory.pool_file import memory_end
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import ProtocolError
 from kvtierd.workers.channel.status import IO_THREADS_MAX
@@ -49,7 +51,8 @@ def main() -> NoReturn:
     queue = JobQueue()
     threads = DiskThreads(movers, queue, inherited.channel)
     threads.start()
-    populator = Populator(inherited.pool, lambda: queue.busy)
+    records = PoolRecords(np.frombuffer(inherited.pool, np.uint8))
+    populator = Populator(inherited.pool, lambda: memory_end(records), lambda: queue.busy)
     ready = wire.Ready(pid=os.getpid(), cold_reason=disk.cold_reason, direct_io=disk.is_direct)
 
     def handle(message: wire.ToWorker, _: list[int]) -> None:

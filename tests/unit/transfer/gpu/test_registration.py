@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from kvtier_kernels import PoolRecords
 from kvtierd.core.ids import Slots
-from kvtierd.memory import HostPool
+from kvtierd.memory import HostPool, numa
 from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
-from kvtierd.workers.copy.gpu import numa, registration
+from kvtierd.workers.copy.gpu import registration
 from kvtierd.workers.copy.gpu.registration import PoolNotRegisteredError, PoolRegistration
 
 from tests.unit.transfer.gpu.conftest import Gpu
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.fake_gpu
 
 MIB = 1 << 20
 EXTENTS = 5
+WHOLE = (2 + EXTENTS) * MIB
 
 
 class Bench:
@@ -101,7 +102,7 @@ def test_slots_that_the_pool_has_not_are_left_to_others(bench: Bench, gpu: Gpu) 
 
 
 def test_the_background_gets_what_is_not_registered_when_it_comes_to_it(bench: Bench) -> None:
-    areas = iter(bench.registration.nearest_first(None))
+    areas = iter(bench.registration.nearest_first(None, 0, WHOLE))
     assert bench.registration.register(next(areas))
     bench.ensure(bench.slot_of(2))
     assert list(areas) == bench.registration.areas[2:]
@@ -201,6 +202,6 @@ def test_areas_on_the_gpus_own_memory_node_come_first(bench: Bench, monkeypatch:
 
     monkeypatch.setattr(numa, "nodes", lambda: [0, 1])
     monkeypatch.setattr(numa, "nodes_of_pages", nodes_of_pages)
-    assert list(bench.registration.nearest_first(0)) == [areas[1], areas[0], areas[2]]
-    assert list(bench.registration.nearest_first(1)) == [areas[0], areas[2], areas[1]]
-    assert list(bench.registration.nearest_first(None)) == areas
+    assert list(bench.registration.nearest_first(0, 0, WHOLE)) == [areas[1], areas[0], areas[2]]
+    assert list(bench.registration.nearest_first(1, 0, WHOLE)) == [areas[0], areas[2], areas[1]]
+    assert list(bench.registration.nearest_first(None, 0, WHOLE)) == areas

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from kvtier_kernels import PoolRecords, cuda
 
 from kvtierd.core.errors import Reason, Refusal
+from kvtierd.memory import numa
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.status import StatusPage, StatusWord
 from kvtierd.workers.copy.device import Area, DeviceUnusableError
-from kvtierd.workers.copy.gpu import numa
 from kvtierd.workers.copy.gpu.copying import Batches, BySize, Descriptors, GpuCopier, Rows
 from kvtierd.workers.copy.gpu.fatal import context_guard
 from kvtierd.workers.copy.gpu.imports import OUT_OF_MEMORY, GpuChunk, Imports
@@ -169,10 +169,10 @@ class GpuDevice:
     def import_chunk(self, fd: int, size_bytes: int) -> Chunk:
         return self._imports.chunk(fd, size_bytes)
 
-    def pool_areas(self) -> Iterable[Area]:
-        # The pool's header is mapped as well, although no copy touches it.
-        yield self._header
-        for area in self._registration.nearest_first(self._node):
+    def pool_areas(self, start: int, end: int) -> Iterable[Area]:
+        if start == 0:  # the pool's header is mapped as well, although no copy touches it
+            yield self._header
+        for area in self._registration.nearest_first(self._node, start, end):
             if self._register_failures >= REGISTER_FAILURES_MAX:
                 return
             yield area

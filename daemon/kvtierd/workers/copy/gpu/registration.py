@@ -14,18 +14,14 @@ from kvtier_kernels import PAGE_BYTES, PoolRecords, populate
 from kvtier_kernels.cuda import CudaError, Driver
 
 from kvtierd.core.ids import Slots
-from kvtierd.memory.pool_file import HEADER_AREA_BYTES
+from kvtierd.memory import numa
+from kvtierd.memory.pool_file import AREA_BYTES, HEADER_AREA_BYTES
 from kvtierd.workers.channel.status import StatusPage, StatusWord
 from kvtierd.workers.copy.device import Area
-from kvtierd.workers.copy.gpu import numa
 from kvtierd.workers.copy.gpu.fatal import context_guard
 from kvtierd.workers.log import logger
 
 _log = logger(__name__)
-
-AREA_BYTES = 256 << 20
-"""Bytes registered at once; at least one extent. A lane that needs an area first waits for it, about 25 ms at
-0.1 s per GB, and so do the workers of other GPUs, because of the driver's locks."""
 
 POPULATE_BYTES = 16 << 20
 
@@ -46,8 +42,10 @@ class _BusyError(PoolNotRegisteredError):
 class PoolRegistration:
     """Which areas of the pool are registered. Any thread may register one.
 
-    Areas are runs of whole extents, so that no slot lies in two. Copies must not cross `borders`. Nothing is
-    ever unregistered, because the end of the process does that.
+    Areas are runs of whole extents, so that no slot lies in two. They are those in which the pool gets its
+    memory, so an area with a slot that is in use has memory as a whole. A lane that needs an area first waits
+    for it, about 25 ms at 0.1 s per GB, and so do the workers of other GPUs, because of the driver's locks.
+    Copies must not cross `borders`. Nothing is ever unregistered, because the end of the process does that.
     """
 
     def __init__(
@@ -80,6 +78,7 @@ class PoolRegistration:
         self._registered = np.zeros(len(self.areas), np.bool_)
         self._populated_bytes = [0] * len(self.areas)
         self._registered_bytes = 0
+        self._remote_bytes = 0
         self._registering = threading.Lock()
         self._why: dict[int, str] = {}
         """For each area, why it could not be registered the last time."""
@@ -195,14 +194,19 @@ class PoolRegistration:
         finally:
             self._status.leave(StatusWord.REGISTERING)
 
-    def nearest_first(self, node: int | None) -> Iterable[Area]:
-        """The areas that are not registered when their turn comes, with those on memory node `node` first."""
-        order = list(range(len(self.areas)))
+    def nearest_first(self, node: int | None, start: int, end: int) -> Iterable[Area]:
+        """Of the areas from `start` to `end`, all of which have memory, those that are not registered when
+        their turn comes, with those on memory node `node` first."""
+        order = [
+            index
+            for index, (offset, length) in enumerate(self.areas)
+            if start <= offset and offset + length <= end
+        ]
         if node is not None and len(numa.nodes()) > 1:
-            remote = [self._node_of(index) != node for index in order]
-            order.sort(key=remote.__getitem__)
-            remote_bytes = sum(length for (_, length), far in zip(self.areas, remote, strict=True) if far)
-            self._status.words.store(StatusWord.REMOTE_BYTES, remote_bytes)
+            remote = {index for index in order if self._node_of(index) != node}
+            order.sort(key=remote.__contains__)
+            self._remote_bytes += sum(self.areas[index][1] for index in remote)
+            self._status.words.store(StatusWord.REMOTE_BYTES, self._remote_bytes)
         return (self.areas[index] for index in order if not self._registered[index])
 
     def _node_of(self, index: int) -> int | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtierd.workers.copy.gpu import numa
+from kvtierd.memory import numa
 
 
 @pytest.fixture
