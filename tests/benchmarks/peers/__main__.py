@@ -35,13 +35,13 @@ OUT = Path(__file__).resolve().parents[3] / "build" / "peers"
 PARTS = {
     "lookups": "lookups by hashes, entries and callers",
     "copies": "stores and loads of every model's shape",
+    "replay": "a real vLLM: time to the first token, restored and under two traces",
     "mixed": "stores, loads and lookups at once",
     "faults": "engines and servers killed, loads taken back, bytes flipped",
-    "replay": "a real vLLM: time to the first token, restored and under two traces",
 }
-LIMIT_S = 29 * 60
+LIMIT_S = 28 * 60
 """A whole run ends before that; what repeats, repeats less then."""
-REPORT_S = 60
+AFTER_REPLAY_S = 6 * 60
 MEMORY_LEFT_BYTES = 3 << 30
 """Of the machine's memory, for everybody else."""
 _started_s = time.monotonic()
@@ -79,7 +79,11 @@ class PeersRun:
         for part in self._only:
             progress(f"=== {part}: {PARTS[part]}")
             before = Busy.now()
-            getattr(self, f"_{part}")()
+            try:
+                getattr(self, f"_{part}")()
+            except SystemExit:
+                self._fail(part)("all", "the run was ended from outside")
+                break
             self._busy[part] = Busy.now().since(before)
             progress(
                 f"{part}: load {self._busy[part]['load_1m']:.1f}, steal {self._busy[part]['steal_part']:.1%}"
@@ -158,7 +162,7 @@ class PeersRun:
             self._fail("replay")("vLLM", "vLLM is not installed: make setup")
             return
         has_lmcache = any(peer.name.startswith("lmcache") for peer in self._peers)
-        ends_s = _started_s + LIMIT_S - REPORT_S
+        ends_s = _started_s + LIMIT_S - AFTER_REPLAY_S
         self.results["replay"] = replay.measure(progress, has_lmcache, ends_s)
 
 
@@ -211,6 +215,13 @@ def flat(results: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _end(*_: object) -> None:
+    """So that what was started is ended, and its memory removed, if this is ended from outside."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.peers", description=(__doc__ or "").split("\n")[0]
@@ -226,8 +237,7 @@ def main() -> int:
         only = tuple(part for part in PARTS if part != "replay")
     if unknown := set(only) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    # So that what was started is ended, and its memory removed, if this is ended from outside.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _end)
     results = PeersRun(only, arguments.quick).measure()
     page = report.write(results, arguments.out)
     conclude(results, page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ LARGE_BYTES = 256 << 20
 SMALL_BLOCKS = 16
 """Of the smallest model: 8 MiB, and one chunk of LMCache's."""
 REPETITIONS_MIN, REPETITIONS_MAX = 5, 9
+SHAPE_S = 40.0
+"""After so long, a shape is repeated no more often than REPETITIONS_MIN."""
 SMALL_TIMES = 120
 SEED = 50_000
 
@@ -29,18 +32,20 @@ def blocks_of(shape: PeerShape, size: int) -> int:
 def measure(running: Running, shapes: tuple[PeerShape, ...], most: int) -> list[dict[str, Any]]:
     """Each repetition stores content that nobody has seen, and loads it back byte for byte, one peer after
     another; the caches are emptied in between. The first repetition only warms up. Repeated up to `most`
-    times, until the spread of all is small."""
+    times, until the spread of all is small or time is up."""
     rows = []
     for number, shape in enumerate(shapes):
         blocks = blocks_of(shape, LARGE_BYTES)
         size = blocks * shape.block_bytes
         running.each(0, f"register {shape.title}", partial(_register, running, shape=shape, blocks=blocks))
         taken: dict[tuple[str, str], list[float]] = defaultdict(list)
+        ends_s = time.monotonic() + SHAPE_S
         for turn in range(most + 1):
             seed = SEED + 100 * number + turn
             once = partial(_once, running, blocks=blocks, seed=seed, turn=turn, taken=taken)
             running.each(turn, shape.title, once)
-            if turn >= min(REPETITIONS_MIN, most) and not any(map(is_noisy, taken.values())):
+            enough = turn >= min(REPETITIONS_MIN, most)
+            if enough and (time.monotonic() > ends_s or not any(map(is_noisy, taken.values()))):
                 break
         for (name, what), seconds in taken.items():
             if name not in running.failed:

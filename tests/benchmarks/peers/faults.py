@@ -15,7 +15,7 @@ SHAPE = MODELS[0]
 BLOCKS = 256
 """128 MiB."""
 HELD_BLOCKS = 64
-GIVE_UP_S = 20.0
+GIVE_UP_S = 15.0
 """Who has not given memory back by then has a timer for it that is longer."""
 FLIPPED, FLIPPED_BLOCKS = 8, 16
 """Prompts with one changed byte each, and blocks of each."""

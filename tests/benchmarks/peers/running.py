@@ -39,6 +39,7 @@ class Running:
         self._stack = ExitStack()
         self._servers: dict[str, PeerServer] = {}
         self._engines: dict[tuple[str, str], PeerProcess] = {}
+        self._pids: list[int] = []
 
     def __enter__(self) -> Running:
         run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
@@ -52,6 +53,10 @@ class Running:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
+        # LMCache's engines leave these behind if they are killed.
+        for pid in self._pids:
+            for left in Path("/dev/shm").glob(f"lmcache_kv_{pid}_*"):
+                left.unlink(missing_ok=True)
 
     def start(self) -> None:
         """Starts all servers, which takes some of them ten seconds, at once, and launches all engines. A peer
@@ -83,6 +88,7 @@ class Running:
             log = self.place.run / f"{peer.name}-{tag}.log"
             engine = PeerProcess(peer, log, server.prefix if server else ())
             self._engines[peer.name, tag] = engine
+            self._pids.append(engine.pid)
             self._stack.callback(engine.stop)
         return self._engines[peer.name, tag]
 
