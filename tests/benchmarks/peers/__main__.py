@@ -39,9 +39,9 @@ PARTS = {
     "mixed": "stores, loads and lookups at once",
     "faults": "engines and servers killed, loads taken back, bytes flipped",
 }
-LIMIT_S = 28 * 60
+MINUTES = 27
 """A whole run ends before that; what repeats, repeats less then."""
-AFTER_REPLAY_S = 6 * 60
+AFTER_REPLAY_S = 5 * 60
 MEMORY_LEFT_BYTES = 3 << 30
 """Of the machine's memory, for everybody else."""
 _started_s = time.monotonic()
@@ -58,8 +58,9 @@ def progress(text: str) -> None:
 class PeersRun:
     """One run: what was asked for, and what was found so far."""
 
-    def __init__(self, only: tuple[str, ...], quick: bool) -> None:
+    def __init__(self, only: tuple[str, ...], quick: bool, minutes: float) -> None:
         self.quick = quick
+        self._minutes = minutes
         self._only = only
         self._began = datetime.datetime.now(datetime.UTC)
         self._peers, absent = registry.find_out(progress)
@@ -162,7 +163,7 @@ class PeersRun:
             self._fail("replay")("vLLM", "vLLM is not installed: make setup")
             return
         has_lmcache = any(peer.name.startswith("lmcache") for peer in self._peers)
-        ends_s = _started_s + LIMIT_S - AFTER_REPLAY_S
+        ends_s = _started_s + self._minutes * 60 - AFTER_REPLAY_S
         self.results["replay"] = replay.measure(progress, has_lmcache, ends_s)
 
 
@@ -230,6 +231,12 @@ def main() -> int:
         "--quick", action="store_true", help="fewer of everything, and no vLLM: three minutes"
     )
     parser.add_argument("--only", metavar="PART,PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        help="repeat and replay less, to be done by then (%(default)s)",
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="where the report goes (%(default)s)")
     arguments = parser.parse_args()
     only = tuple(arguments.only.split(",")) if arguments.only else tuple(PARTS)
@@ -238,7 +245,7 @@ def main() -> int:
     if unknown := set(only) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     signal.signal(signal.SIGTERM, _end)
-    results = PeersRun(only, arguments.quick).measure()
+    results = PeersRun(only, arguments.quick, arguments.minutes).measure()
     page = report.write(results, arguments.out)
     conclude(results, page)
     print(json.dumps(flat(results)))

@@ -112,7 +112,7 @@ def _copies(pyplot: Any, results: dict[str, Any], titles: dict[str, str]) -> Any
         axis.set(title=f"{what}, GB/s (about 256 MiB at a time)", xlabel="GB/s")
         axis.grid(axis="x", alpha=0.25, linewidth=0.5)
     axes[0].set_yticks([at + 0.42 - height / 2 for at in range(len(shapes))], shapes)
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(len(shapes) - 0.1, -0.2)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=3)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return figure
@@ -153,9 +153,9 @@ def _first_token(pyplot: Any, results: dict[str, Any], titles: dict[str, str]) -
 
 
 def _bars(axis: Any, title: str, rows: Iterable[dict[str, Any]], key: str) -> None:
-    shown = [row for row in rows if row[key] is not None]
+    shown = list(rows)
     names = [MODES[row["mode"]] for row in shown]
-    values = [row[key] for row in shown]
+    values = [row[key] if row[key] is not None else row["computed_ms"] for row in shown]
     axis.barh(names, values, color=[COLORS[row["mode"]] for row in shown], height=0.66)
     for at, (row, value) in enumerate(zip(shown, values, strict=True)):
         hit = f" ({row['hit_rate']:.0%} cached)" if "hit_rate" in row else ""

@@ -26,6 +26,8 @@ RESTORED_PROMPTS = {1_000: 8, 2_944: 4}
 """More than the engine's own cache holds, so that each is pushed out of it before its turn comes again."""
 RESTORED_PASSES = 3
 REPETITIONS_MIN, REPETITIONS_MAX = 2, 3
+AT_ONCE = 8
+"""Prompts that are served between two looks at the clock: each engine is first in two of them."""
 POOL_GIB = 3
 SHIFT = 137
 """Added to every token (modulo the vocabulary) in each repetition, so that the caches have not seen it."""
@@ -34,8 +36,9 @@ SHIFT = 137
 def measure(
     progress: Callable[[str], None], has_lmcache: bool, ends_s: float, repetitions: int = REPETITIONS_MAX
 ) -> dict[str, Any]:
-    """All figures. No repetition of a trace begins that would not end before `ends_s` of the monotonic clock,
-    but the first of each."""
+    """All figures, by `ends_s` of the monotonic clock: prompts that come again get a quarter of the time
+    until then, the traces the rest. What repeats, repeats less where time is short, and of a trace fewer
+    requests are served."""
     with ExitStack() as stack:
         run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
         stack.callback(shutil.rmtree, run, ignore_errors=True)
@@ -52,32 +55,50 @@ def measure(
             mode: stack.enter_context(engine.engine_of(mode, model, caches, run / f"{mode}.log"))
             for mode in caches.modes
         }
-        found: dict[str, Any] = {
-            "restored": [_restored(engines, tokens, progress) for tokens in RESTORED_TOKENS],
-            "traces": [
-                _trace(engines, workload, progress, ends_s, repetitions) for workload in engine.WORKLOADS
-            ],
-        }
-    return found
+        restored = []
+        for number, tokens in enumerate(RESTORED_TOKENS):
+            part = 0.25 / (len(RESTORED_TOKENS) - number)
+            restored.append(_restored(engines, tokens, progress, _share(ends_s, part)))
+        traces = []
+        for number, workload in enumerate(engine.WORKLOADS):
+            part = 1 / (len(engine.WORKLOADS) - number)
+            traces.append(_trace(engines, workload, progress, _share(ends_s, part), repetitions))
+    return {"restored": restored, "traces": traces}
 
 
-def _restored(engines: dict[str, Engine], tokens: int, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Prompts are computed once, and then come again when the engine has forgotten them."""
+def _share(ends_s: float, part: float) -> float:
+    """When so large a part of the time that is left will be over."""
+    now_s = time.monotonic()
+    return now_s + max(0.0, ends_s - now_s) * part
+
+
+def _restored(
+    engines: dict[str, Engine], tokens: int, progress: Callable[[str], None], ends_s: float
+) -> dict[str, Any]:
+    """Prompts are computed once, and then come again when the engine has forgotten them; then only to engines
+    with a cache below them, because the others compute them anew."""
     chance = np.random.default_rng(tokens)
     prompts = [chance.integers(0, VOCABULARY, tokens).tolist() for _ in range(RESTORED_PROMPTS[tokens])]
     computed = engine.serve_with(engines, prompts)
-    again: dict[str, list[Any]] = {mode: [] for mode in engines}
-    for _ in range(RESTORED_PASSES):
-        for mode, served in engine.serve_with(engines, prompts).items():
+    below = {mode: one for mode, one in engines.items() if mode not in ("none", "prefix")}
+    again: dict[str, list[Any]] = {mode: [] for mode in below}
+    for number in range(RESTORED_PASSES):
+        if number and time.monotonic() > ends_s:
+            break
+        for mode, served in engine.serve_with(below, prompts).items():
             again[mode] += served.answers
     rows = []
-    for mode, answers in again.items():
-        times = [answer.ttft_s for answer in answers]
-        firsts = [answer.tokens for answer in computed[mode].answers]
-        rows.append(
-            {
-                "mode": mode,
-                "computed_ms": statistics.median(a.ttft_s for a in computed[mode].answers) * 1e3,
+    for mode, once in computed.items():
+        row: dict[str, Any] = {
+            "mode": mode,
+            "computed_ms": statistics.median(answer.ttft_s for answer in once.answers) * 1e3,
+            "restored_ms": None,
+            "noisy": False,
+        }
+        if answers := again.get(mode):
+            times = [answer.ttft_s for answer in answers]
+            firsts = [answer.tokens for answer in once.answers]
+            row |= {
                 "restored_ms": statistics.median(times) * 1e3,
                 "restored_p90_ms": float(np.percentile(times, 90)) * 1e3,
                 "cached_tokens": statistics.mean(answer.num_cached_tokens for answer in answers),
@@ -88,10 +109,9 @@ def _restored(engines: dict[str, Engine], tokens: int, progress: Callable[[str],
                 "spread": min(spread(times), 9.99),
                 "noisy": is_noisy(times),
             }
-        )
-    progress(
-        f"restored, {tokens:,} tokens: " + "; ".join(f"{r['mode']} {r['restored_ms']:.0f} ms" for r in rows)
-    )
+        rows.append(row)
+    told = (f"{row['mode']} {row['restored_ms'] or row['computed_ms']:.0f} ms" for row in rows)
+    progress(f"restored, {tokens:,} tokens: " + "; ".join(told))
     return {"tokens": tokens, "rows": rows}
 
 
@@ -112,7 +132,10 @@ def _trace(
         began_s = time.monotonic()
         shift = SHIFT * (len(runs) + 1)
         shifted = [[(token + shift) % VOCABULARY for token in prompt] for prompt in prompts]
-        runs.append(engine.serve_with(engines, shifted))
+        served = _serve_until(engines, shifted, ends_s) if not runs else engine.serve_with(engines, shifted)
+        # A later run repeats what the first had time for.
+        prompts = prompts[: len(served["kvtier"].answers)]
+        runs.append(served)
         took_s = time.monotonic() - began_s
         means = {mode: one.mean_ttft_s * 1e3 for mode, one in runs[-1].items()}
         progress(f"{workload}, run {len(runs)}: " + "; ".join(f"{m} {ms:.0f} ms" for m, ms in means.items()))
@@ -127,6 +150,20 @@ def _trace(
         "noisy": len(runs) < 2 or _differ(runs),
         "rows": [_row(mode, [run[mode] for run in runs]) for mode in engines],
     }
+
+
+def _serve_until(engines: dict[str, Engine], prompts: list[list[int]], ends_s: float) -> dict[str, Served]:
+    """Serves prompts until time is up, but at least the first AT_ONCE."""
+    answers: dict[str, list[Any]] = {mode: [] for mode in engines}
+    tokens = 0
+    for first in range(0, len(prompts), AT_ONCE):
+        if first and time.monotonic() > ends_s:
+            break
+        part = prompts[first : first + AT_ONCE]
+        tokens += sum(map(len, part))
+        for mode, served in engine.serve_with(engines, part).items():
+            answers[mode] += served.answers
+    return {mode: Served(answers[mode], tokens) for mode in engines}
 
 
 def _differ(runs: list[dict[str, Served]]) -> bool:

@@ -260,10 +260,16 @@ def _restored(replay: dict[str, Any]) -> Table:
             f"{restored['tokens']:,} tokens",
             _MODES[row["mode"]],
             f"{row['computed_ms']:.0f}",
-            f"{row['restored_ms']:.1f}{' *' * row['noisy']}",
-            f"{row['restored_p90_ms']:.1f}",
-            f"{row['cached_tokens']:,.0f}",
-            f"{row['other_output']} of {row['samples']}",
+            *(
+                ("", "", "", "")
+                if row["restored_ms"] is None
+                else (
+                    f"{row['restored_ms']:.1f}{' *' * row['noisy']}",
+                    f"{row['restored_p90_ms']:.1f}",
+                    f"{row['cached_tokens']:,.0f}",
+                    f"{row['other_output']} of {row['samples']}",
+                )
+            ),
         )
         for restored in replay["restored"]
         for row in restored["rows"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,16 +51,17 @@ def row(
     *,
     lower_wins: bool = True,
     same: float = 0.0,
-    noisy: bool = False,
+    noisy: Collection[str] = (),
 ) -> Iterator[ComparedRow]:
-    """The row of these figures by peer, None for a peer that gave none; nothing if kvtier has none."""
+    """The row of these figures by peer, None for a peer that gave none; nothing if kvtier has none. `noisy`:
+    peers whose figures are."""
     by_peer = {peer: value for peer, value in figures if peer not in NOT_COMPARED}
     if "kvtier" not in by_peer:
         return
     ours = by_peer.pop("kvtier")
     known = {peer: value for peer, value in by_peer.items() if value is not None}
     if not known:
-        yield ComparedRow(name, title, unit, ours, None, "", lower_wins, "alone", noisy)
+        yield ComparedRow(name, title, unit, ours, None, "", lower_wins, "alone", "kvtier" in noisy)
         return
     best_peer = min(known, key=lambda peer: known[peer] if lower_wins else -known[peer])
     best = known[best_peer]
@@ -68,7 +69,8 @@ def row(
     if ours is not None:
         gain = best - ours if lower_wins else ours - best
         verdict = "equal" if abs(gain) <= same else "won" if gain > 0 else "lost"
-    yield ComparedRow(name, title, unit, ours, best, best_peer, lower_wins, verdict, noisy)
+    uncertain = "kvtier" in noisy or best_peer in noisy
+    yield ComparedRow(name, title, unit, ours, best, best_peer, lower_wins, verdict, uncertain)
 
 
 def _lookups(lookups: dict[str, Any]) -> Iterator[ComparedRow]:
@@ -99,7 +101,7 @@ def _copies(copies: list[dict[str, Any]]) -> Iterator[ComparedRow]:
                     "GB/s",
                     [(each["peer"], each["gb_per_s"]) for each in mine],
                     lower_wins=False,
-                    noisy=any(each["noisy"] for each in mine if each["peer"] != "memcpy"),
+                    noisy=[each["peer"] for each in mine if each["noisy"]],
                 )
 
 
@@ -110,7 +112,7 @@ def _replay(replay: dict[str, Any]) -> Iterator[ComparedRow]:
             f"time to first token, {restored['tokens']:,} tokens restored, median",
             "ms",
             [(each["mode"], each["restored_ms"]) for each in restored["rows"]],
-            noisy=any(each["noisy"] for each in restored["rows"]),
+            noisy=[each["mode"] for each in restored["rows"] if each["noisy"]],
         )
     for trace in replay.get("traces", []):
         yield from row(
@@ -118,7 +120,7 @@ def _replay(replay: dict[str, Any]) -> Iterator[ComparedRow]:
             f"time to first token, trace “{trace['workload']}”, mean",
             "ms",
             [(each["mode"], each["mean_ttft_ms"]) for each in trace["rows"]],
-            noisy=trace["noisy"],
+            noisy=["kvtier"] if trace["noisy"] else [],
         )
 
 
