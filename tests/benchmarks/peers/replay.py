@@ -60,9 +60,11 @@ def measure(
             part = 0.25 / (len(RESTORED_TOKENS) - number)
             restored.append(_restored(engines, tokens, progress, _share(ends_s, part)))
         traces = []
-        for number, workload in enumerate(engine.WORKLOADS):
-            part = 1 / (len(engine.WORKLOADS) - number)
-            traces.append(_trace(engines, workload, progress, _share(ends_s, part), repetitions))
+        workloads = _workloads()
+        for number, (workload, prompts, source) in enumerate(workloads):
+            share_s = _share(ends_s, 1 / (len(workloads) - number))
+            one = _trace(engines, workload, prompts, progress, share_s, repetitions)
+            traces.append(one | {"source": source})
     return {"restored": restored, "traces": traces}
 
 
@@ -115,17 +117,24 @@ def _restored(
     return {"tokens": tokens, "rows": rows}
 
 
+def _workloads() -> list[tuple[str, list[list[int]], str]]:
+    """Name, prompts and source of the traces at hand; of chats of our own if there is none."""
+    there = [
+        (workload, engine.prompts_of(engine.TRACES / name, block_tokens), name)
+        for workload, (name, block_tokens) in engine.WORKLOADS.items()
+        if (engine.TRACES / name).exists()
+    ]
+    return there or [("own chats", engine.own_prompts(), "no trace at hand, see KVTIER_TRACES")]
+
+
 def _trace(
     engines: dict[str, Engine],
     workload: str,
+    prompts: list[list[int]],
     progress: Callable[[str], None],
     ends_s: float,
     repetitions: int,
 ) -> dict[str, Any]:
-    name, block_tokens = engine.WORKLOADS[workload]
-    trace = engine.TRACES / name
-    prompts = engine.prompts_of(trace, block_tokens) if trace.exists() else engine.own_prompts()
-    source = name if trace.exists() else "no trace at hand: chats of our own"
     runs: list[dict[str, Served]] = []
     took_s = 0.0
     while len(runs) < repetitions and (not runs or time.monotonic() + took_s < ends_s):
@@ -143,7 +152,6 @@ def _trace(
             break
     return {
         "workload": workload,
-        "source": source,
         "prompts": len(prompts),
         "tokens": sum(map(len, prompts)),
         "runs": len(runs),

@@ -101,7 +101,9 @@ _MIXED = (
 _REPLAY = (
     "One vLLM on CPUs for each cache, all in the same run, each prompt served by all of them in turn. The"
     " engine's own cache holds 3,200 tokens. kvtier and LMCache have as much memory, and both keep blocks of"
-    " 32 tokens."
+    " 32 tokens. “Other output” counts answers that differ from those to the same prompt when it was"
+    " computed: the model's weights are random, so rounding decides, which depends on how many tokens are"
+    " computed at once. The bytes that are loaded are compared elsewhere."
 )
 _FAULTS = (
     "Engine kill: what the server's processes still map of the dead engine's memory, and what still holds the"

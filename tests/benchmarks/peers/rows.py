@@ -116,7 +116,7 @@ def _replay(replay: dict[str, Any]) -> Iterator[ComparedRow]:
         )
     for trace in replay.get("traces", []):
         yield from row(
-            f"trace_{trace['workload']}_ttft_ms",
+            f"trace_{trace['workload'].replace(' ', '_')}_ttft_ms",
             f"time to first token, trace “{trace['workload']}”, mean",
             "ms",
             [(each["mode"], each["mean_ttft_ms"]) for each in trace["rows"]],
