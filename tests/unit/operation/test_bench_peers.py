@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import mmap
-import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ from tests.benchmarks.peers.rows import compared
 
 PLANES, BLOCKS, FRAGMENT_BYTES = 3, 8, 64
 PROMPT = Prompt(7, 5)
+HOLDER = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as pool, mmap.mmap(pool.fileno(), 0) as mapping:
+    print("mapped", flush=True)
+    sys.stdin.read()
+"""
 TIMED = ("register", "store", "lookup", "give_back", "load")
 
 
@@ -76,14 +82,25 @@ def test_block_0_is_never_used() -> None:
     assert sorted(scattered(64, 64)) == list(range(1, 65))
 
 
-def test_a_byte_is_flipped_in_the_memory_of_a_process() -> None:
-    with mmap.mmap(-1, 64 << 20) as pool:
-        pattern = content.first_bytes(PROMPT, 2, 64)
-        pool[5_000_000:5_000_064] = pattern
-        assert flip_bytes([os.getpid()], [pattern]) == 1
-        changed = pool[5_000_000:5_000_064]
-        assert sum(one != other for one, other in zip(changed, pattern, strict=True)) == 1
-        assert flip_bytes([os.getpid()], [content.first_bytes(Prompt(99, 1), 0, 64)[::-1]]) <= 1
+def test_a_byte_is_flipped_in_the_memory_of_a_process_and_nowhere_else(tmp_path: Path) -> None:
+    pool, pattern = tmp_path / "pool", content.first_bytes(PROMPT, 2, 64)
+    before = bytearray(8 << 20)
+    before[5_000_000:5_000_064] = pattern
+    pool.write_bytes(before)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, pool], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "mapped\n"
+        other = content.first_bytes(Prompt(99, 1), 0, 64)
+        assert flip_bytes([holder.pid], [pattern, other]) == 1
+        assert flip_bytes([holder.pid], [pattern]) == 0, "it is another pattern now"
+        holder.stdin.close()
+    now = np.frombuffer(pool.read_bytes(), np.uint8)
+    changed = np.flatnonzero(now != np.frombuffer(before, np.uint8)).tolist()
+    assert changed == [5_000_040]
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
