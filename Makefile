@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench bench-peers test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,9 @@ demo: setup ## two engines, one cache: the story of the README, on this machine
 
 bench: setup-light ## the speed figures that need no GPU; the last line is JSON
 	@$(PY) -m tests.benchmarks
+
+bench-peers: setup ## kvtier beside LMCache, Mooncake and a memcpy, in one run of half an hour: a report with plots, in build/peers
+	@$(PY) -m tests.benchmarks.peers $(PEERS_FLAGS)
 
 test-sanitizers: setup-light ## the native core under address, undefined-behaviour and thread sanitizers
 	@tests/sanitizers/run.sh

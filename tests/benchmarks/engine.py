@@ -183,15 +183,21 @@ def turns(modes: tuple[str, ...], number: int) -> tuple[str, ...]:
 def serve(prompts: list[list[int]], model: Path, caches: Caches, logs: Path) -> dict[str, Served]:
     """All prompts, one after another, each by all engines in turn: what else the machine does meets all of
     them."""
-    modes = caches.modes
-    answers: dict[str, list[Generated]] = {mode: [] for mode in modes}
     with ExitStack() as stack:
         engines = {
-            mode: stack.enter_context(engine_of(mode, model, caches, logs / f"{mode}.log")) for mode in modes
+            mode: stack.enter_context(engine_of(mode, model, caches, logs / f"{mode}.log"))
+            for mode in caches.modes
         }
-        for number, tokens in enumerate(prompts):
-            for mode in turns(modes, number):
-                answers[mode] += engines[mode].generate([tokens], max_tokens=OUTPUT_TOKENS)
+        return serve_with(engines, prompts)
+
+
+def serve_with(engines: dict[str, Engine], prompts: list[list[int]]) -> dict[str, Served]:
+    """The same with engines that run."""
+    modes = tuple(engines)
+    answers: dict[str, list[Generated]] = {mode: [] for mode in modes}
+    for number, tokens in enumerate(prompts):
+        for mode in turns(modes, number):
+            answers[mode] += engines[mode].generate([tokens], max_tokens=OUTPUT_TOKENS)
     return {mode: Served(answers[mode], sum(map(len, prompts))) for mode in modes}
 
 

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -87,28 +88,52 @@ def environment() -> dict[str, str]:
         "LMCACHE_MP_TRANSFER_MODE": "lmcache_driven",
         # It would tell its makers about this machine.
         "LMCACHE_TRACK_USAGE": "false",
+        # A line for each request, as it writes otherwise, costs it time.
+        "LMCACHE_LOG_LEVEL": "WARNING",
     }
 
 
 class LMCacheServer:
     """One `lmcache server`, without a disk, in a process group of its own; ended at the end of its `with`."""
 
-    def __init__(self, size_gib: int, log: Path) -> None:
+    def __init__(
+        self, size_gib: float, log: Path, chunk_tokens: int = CHUNK_TOKENS, more: Sequence[str] = ()
+    ) -> None:
         """Starts it, with room for `size_gib` of KV, and waits until it can serve. `log` receives what it
-        prints (appended).
+        prints (appended). `more`: further flags.
 
         Raises LMCacheError, with nothing left running, if it dies or takes longer than START_DEADLINE_S.
         """
         self._log = log
         self._port, self._http_port = _free_ports(2)
-        command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host=127.0.0.1"]
-        command += [f"--port={self._port}", f"--http-port={self._http_port}"]
-        command += [f"--l1-size-gb={size_gib}", f"--chunk-size={CHUNK_TOKENS}", "--eviction-policy=LRU"]
-        with log.open("ab") as output:
+        self._command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host=127.0.0.1"]
+        self._command += [f"--port={self._port}", f"--http-port={self._http_port}"]
+        self._command += [f"--l1-size-gb={size_gib}", f"--chunk-size={chunk_tokens}", "--eviction-policy=LRU"]
+        self._command += more
+        self.start()
+
+    @property
+    def port(self) -> int:
+        """Of 127.0.0.1, where engines connect."""
+        return self._port
+
+    @property
+    def http_port(self) -> int:
+        """Of 127.0.0.1, where it tells its status."""
+        return self._http_port
+
+    @property
+    def pid(self) -> int:
+        """The server's process, as long as it runs."""
+        return self._process.pid
+
+    def start(self) -> None:
+        """Starts it again after `kill`, on the same ports. Raises as `__init__`."""
+        with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                command,
+                self._command,
                 # Not in the repository: one of the packages brings a `tests` of its own.
-                cwd=log.parent,
+                cwd=self._log.parent,
                 env=os.environ | environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -118,7 +143,7 @@ class LMCacheServer:
         try:
             self._wait_ready()
         except BaseException:
-            self._kill()
+            self.kill()
             raise
 
     def kv_transfer_config(self) -> dict[str, Any]:
@@ -141,7 +166,7 @@ class LMCacheServer:
         except (ProcessLookupError, subprocess.TimeoutExpired):
             pass  # ended before, or is killed now
         finally:
-            self._kill()
+            self.kill()
 
     def __enter__(self) -> LMCacheServer:
         return self
@@ -170,7 +195,8 @@ class LMCacheServer:
         finally:
             connection.close()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """SIGKILL to all of it, which is gone when this returns."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -207,9 +233,16 @@ def _succeed(otherwise: str, command: list[Any], deadline_s: float) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Of the loopback interface; another process may take them before they are used."""
-    found = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in found]
-    for one in found:
-        one.close()
+    """Of the loopback interface, none twice in this process; another process may take them before they are
+    used."""
+    ports: list[int] = []
+    while len(ports) < count:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            port = found.getsockname()[1]
+        if port not in _given:
+            _given.add(port)
+            ports.append(port)
     return ports
+
+
+_given: set[int] = set()
