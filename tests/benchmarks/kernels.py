@@ -116,8 +116,8 @@ def small_copies() -> dict[str, float]:
                 partial(plan.scatter, block, pool, slot),
                 partial(plan.gather, block, pool, slot, sums),
             )
-            kind = number % len(kinds)  # each at places of its own, which no other has fetched
-            taken[kinds[kind]].append(seconds(calls[kind]))
+            turn = number % len(kinds)  # each at places of its own, which no other has fetched
+            taken[kinds[turn]].append(seconds(calls[turn]))
         typical = {kind: statistics.median(times) for kind, times in taken.items()}
         for kind in kinds[1:]:
             figures[f"{kind}_{planes}_of_16k_ratio"] = typical["memcpy"] / typical[kind]
