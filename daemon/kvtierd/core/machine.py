@@ -206,10 +206,9 @@ class Machine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held, under way or to be done soon, so that ticks may come more rarely."""
+        """Whether nothing waits for a tick: nothing is held or under way, and there are no disks."""
         core = self.core
-        busy = core.leases or core.transfers or core.check is not None or core.pages.filling
-        return not busy and not core.disks.all
+        return not (core.leases or core.transfers or core.pages.filling or core.disks.all)
 
     def transfer(self, session: SessionId, epoch: Epoch, ticket: Ticket) -> TransferEnded | None:
         """How a transfer of the session's instance ended; None while it is active.

@@ -21,8 +21,8 @@ HOST_DEVICE = "cpu"
 SLOTS_MAX = 8_192
 """Slots drawn at once, and so for one request, which has to fit into one packet."""
 ASK_S = 0.85
-"""Between two requests, unless a draw met too few slots in use: choosing takes longer than most else that an
-idle daemon does, however few slots are chosen."""
+"""Between two requests, unless the largest possible draw met too few slots in use: choosing takes longer than
+most else that an idle daemon does, however few slots are chosen."""
 SAVED_S = 1.0
 """What could not be read for want of an idle worker is made up for, up to this many seconds' worth."""
 TICKS_PER_S = 10
@@ -43,6 +43,8 @@ class Sampler:
         self._earned_at_s: float | None = None
         self._asks_at_s = 0.0
         """When to ask next, at the earliest."""
+        self._drew_most = False
+        """Whether the latest draw was of as many slots as there may be in one."""
         self._checks = 0
 
     def tick(self) -> None:
@@ -62,7 +64,7 @@ class Sampler:
         if len(slots) == 0:
             return
         self._credit_bytes -= float(sizes.sum())
-        if self._credit_bytes <= 0:
+        if self._credit_bytes <= 0 or not self._drew_most:
             self._asks_at_s = core.now_s + ASK_S
         self._checks += 1
         entries = self._blocks.table.owners(slots)
@@ -126,6 +128,7 @@ class Sampler:
         # Most of the time, this many draws meet as many slots in use as the credit can pay for.
         wanted = 1 + self._credit_bytes / smallest
         draws = int(min(SLOTS_MAX, 8 + 1.5 * wanted * int(ends[-1]) / in_use))
+        self._drew_most = draws == SLOTS_MAX
         drawn = self._random.integers(0, ends[-1], draws)
         which = np.searchsorted(ends, drawn, "right")
         positions = drawn - (ends[which] - counts[which])
