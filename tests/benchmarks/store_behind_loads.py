@@ -114,7 +114,6 @@ def main() -> int:
                 figures[f"{name}_alone_{what}_ms"] = float(one)
                 figures[f"{name}_{what}_ms"] = float(both)
                 figures[f"{name}_{what}_ratio"] = float(both / one)
-    figures["load_average"] = os.getloadavg()[0]
     if not arguments.json:
         for name, value in figures.items():
             print(f"{name:<44} {value:>12,.2f}")
