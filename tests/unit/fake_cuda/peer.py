@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -42,6 +43,11 @@ class Peer:
         """Begins it; the answer is left to `answer`."""
         encoded = [{"hex": one.hex()} if isinstance(one, bytes) else one for one in arguments]
         self._socket.send(json.dumps([method, encoded]).encode())
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether `answer` returns at once."""
+        return bool(select.select([self._socket], [], [], 0)[0])
 
     def answer(self) -> Any:
         data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 8)
