@@ -123,8 +123,8 @@ def _mixed(pyplot: Any, results: dict[str, Any], titles: dict[str, str]) -> Any:
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 0.9 + 0.42 * len(rows)), sharey=True)
     names = [titles[row["peer"]] for row in rows]
     for axis, key, title, form in (
-        (axes[0], "store_gb_per_s", "stores beside, GB/s", "{:.1f}"),
-        (axes[1], "load_gb_per_s", "loads beside, GB/s", "{:.1f}"),
+        (axes[0], "store_gb_per_s", "stores beside, GB/s", "{:.2f}"),
+        (axes[1], "load_gb_per_s", "loads beside, GB/s", "{:.2f}"),
         (axes[2], "lookup_p99_us", "lookups of 16 hashes beside, p99 in ms", "{:.1f}"),
     ):
         values = [row[key] / (1e3 if key.endswith("_us") else 1) for row in rows]
