@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.benchmarks.peers import content, report
+from tests.benchmarks.peers import content, replay, report
 from tests.benchmarks.peers.driver import BLOCK_TOKENS, MODELS, SHAPES, SMALL, Peer, PeerEngine, Prompt
 from tests.benchmarks.peers.engine_child import EngineCommands, make_engine, scattered
 from tests.benchmarks.peers.faults import flip_bytes
 from tests.benchmarks.peers.memcpy_peer import MEMCPY
 from tests.benchmarks.peers.registry import COPY_PEERS, FAULT_PEERS, LOOKUP_PEERS, PEERS, SERVERS
 from tests.benchmarks.peers.rows import compared
+from tests.vllm.engine import Generated
 
 PLANES, BLOCKS, FRAGMENT_BYTES = 3, 8, 64
 PROMPT = Prompt(7, 5)
@@ -230,3 +231,38 @@ def test_plots_are_drawn_by_a_program_that_needs_nothing_of_ours() -> None:
     assert "import numpy" not in source
     assert "from tests" not in source
     assert {peer.name for peer in PEERS} <= set(plots.COLORS)
+
+
+class EngineThatCounts:
+    """Answers at once; the tokens that it has not computed are those that it saw before."""
+
+    def __init__(self) -> None:
+        self.served: list[list[int]] = []
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Generated]:
+        seen = len(prompts[0]) if prompts[0] in self.served else 0
+        self.served += prompts
+        return [Generated(prompts[0][:max_tokens], [], seen, 0.01, 0.02, "length")]
+
+
+def test_a_replay_serves_everybody_the_same_and_what_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: Any = {mode: EngineThatCounts() for mode in ("none", "prefix", "kvtier", "lmcache")}
+    prompts = [[number, 1, 2, 3] for number in range(20)]
+    found = replay._trace(engines, "chat", prompts, lambda text: None, 0.0, 3)
+    assert found["prompts"] == replay.AT_ONCE, "time was up: no more than the first few"
+    assert {len(one.served) for one in engines.values()} == {replay.AT_ONCE}
+    assert len({str(sorted(one.served)) for one in engines.values()}) == 1
+    found = replay._trace(engines, "chat", prompts, lambda text: None, float("inf"), 3)
+    assert found["prompts"] == 20
+    assert found["runs"] == replay.REPETITIONS_MIN
+    assert not found["noisy"]
+    assert [row["mode"] for row in found["rows"]] == list(engines)
+    monkeypatch.setattr(replay, "RESTORED_PROMPTS", {50: 3})
+    restored = replay._restored(engines, 50, lambda text: None, float("inf"))
+    rows = {row["mode"]: row for row in restored["rows"]}
+    assert rows["none"]["restored_ms"] is None
+    assert rows["kvtier"]["cached_tokens"] == 50
+    assert rows["kvtier"]["other_output"] == 0
+    told = results_of(replay={"restored": [restored], "traces": [found | {"source": "made up"}]})
+    assert {"restored_50_ttft_ms", "trace_chat_ttft_ms"} <= {row["name"] for row in told["rows"]}
+    assert "50 tokens | no cache" in report.markdown(report.sections_of(told, []))
