@@ -147,7 +147,9 @@ class ProtocolState:
 
     def take_outgoing(self) -> list[cache_pb2.AttachRequest]:
         """Takes what is to be sent now, in order. The caller sends it."""
-        self._send_releases()
+        while self.has_releases:
+            self._outgoing.append(cache_pb2.AttachRequest())
+            self._take_along_releases()
         messages = list(self._outgoing)
         if self._unsent and self._silent_since_s is None:
             self._silent_since_s = self._clock()
@@ -317,9 +319,7 @@ class ProtocolState:
     ) -> LookupRecord:
         """Sends a lookup. The record's event is set with the answer, at once if it is known already."""
         self.counters.lookups += 1
-        if lease:
-            self._send_releases()  # first what was given back, because leases are bounded
-            self._lease_asked = True
+        self._lease_asked |= lease
         record, asked = self._admit(hashes, queries, counts=True)
         if asked:
             wire = [query.to_proto() for query in queries]
@@ -499,6 +499,7 @@ class ProtocolState:
     def _send(self, pending: Pending | None, **body: object) -> None:
         """Queues a message that is sent at once. `pending` takes its answer; None asks for none."""
         self._queue(pending, body)
+        self._take_along_releases()
         self._hurried = True
         if pending is not None and self._silent_since_s is None:
             self._silent_since_s = self._clock()
@@ -518,16 +519,16 @@ class ProtocolState:
             self._unsent += 1
             self._next_id += 1
 
+    def _take_along_releases(self) -> None:
+        """Has the last message give back what was released before it: leases are bounded, and it may ask for
+        another. The messages before it may still use them."""
+        if self.has_releases and self._attachment is not None:
+            self._outgoing[-1].released_leases.extend(self._attachment.leases.take_releases())
+
     def _clear_outgoing(self) -> None:
         self._outgoing.clear()
         self._hurried = False
         self._unsent = 0
-
-    def _send_releases(self) -> None:
-        attachment = self._attachment
-        while attachment is not None and attachment.leases.has_releases:
-            releases = cache_pb2.ReleaseRequest(lease_ids=attachment.leases.take_releases())
-            self._queue(None, {"release": releases})
 
     def _submit(
         self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None

@@ -87,6 +87,7 @@ class AttachRequest(google.protobuf.message.Message):
     TOUCH_FIELD_NUMBER: builtins.int
     PREFETCH_FIELD_NUMBER: builtins.int
     BATCH_FIELD_NUMBER: builtins.int
+    RELEASED_LEASES_FIELD_NUMBER: builtins.int
     id: builtins.int
     """Chosen by the client, unique on this stream, and repeated in the reply. Zero for messages without a reply: a
     batch, a heartbeat, and with the feature "unanswered" a release, touch or cancel.
@@ -117,6 +118,12 @@ class AttachRequest(google.protobuf.message.Message):
         most requests. The id of the batch itself is zero. Needs the feature "batches".
         """
 
+    @property
+    def released_leases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Leases that are given back, before the body is looked at, like a ReleaseRequest that nobody answers. Any message
+        but a Hello may have some, and then it needs no body. Needs the feature "unanswered".
+        """
+
     def __init__(
         self,
         *,
@@ -132,9 +139,10 @@ class AttachRequest(google.protobuf.message.Message):
         touch: global___TouchRequest | None = ...,
         prefetch: global___PrefetchRequest | None = ...,
         batch: global___RequestBatch | None = ...,
+        released_leases: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["batch", b"batch", "body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "load", b"load", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch", b"batch", "body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "load", b"load", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "body", b"body", "cancel", b"cancel", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "load", b"load", "lookup", b"lookup", "prefetch", b"prefetch", "release", b"release", "released_leases", b"released_leases", "store", b"store", "touch", b"touch", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "lookup", "store", "load", "release", "cancel", "wait", "touch", "prefetch", "batch"] | None: ...
 
 global___AttachRequest = AttachRequest
@@ -302,7 +310,8 @@ class Hello(google.protobuf.message.Message):
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Optional abilities that the client can use. Welcome names those that the daemon has as well. "index-page": see
         OpenIndex. "joint-lookup": see LookupRequest. "retention": see Retention, TouchRequest.hold_ms and cold,
-        LookupRequest.host_only. "batches": see RequestBatch. "unanswered": see AttachRequest.id.
+        LookupRequest.host_only. "batches": see RequestBatch. "unanswered": see AttachRequest.id and
+        released_leases.
         """
 
     @property

@@ -89,8 +89,12 @@ class Calls:
         return replies.submit_reply(self._cache.boot_nonce, reply)
 
     def release(self, request: cache_pb2.ReleaseRequest, caller: Caller) -> cache_pb2.ReleaseResponse:
-        self._cache.handle(release_of(request, caller, self._limits))
+        self.give_back(request.lease_ids, caller)
         return cache_pb2.ReleaseResponse()
+
+    def give_back(self, lease_ids: Sequence[int], caller: Caller) -> None:
+        """Gives leases back. Raises Refusal."""
+        self._cache.handle(release_of(lease_ids, caller, self._limits))
 
     def cancel(self, request: cache_pb2.CancelRequest, caller: Caller) -> cache_pb2.CancelResponse:
         self._cache.handle(cancel_of(request, caller, self._limits))
@@ -182,10 +186,8 @@ def load_of(request: cache_pb2.LoadRequest, caller: Caller, limits: stimuli.Core
     )
 
 
-def release_of(
-    request: cache_pb2.ReleaseRequest, caller: Caller, limits: stimuli.CoreLimits
-) -> stimuli.ReleaseLeases:
-    leases = _bounded(request.lease_ids, limits.leases_max, "lease_ids")
+def release_of(lease_ids: Sequence[int], caller: Caller, limits: stimuli.CoreLimits) -> stimuli.ReleaseLeases:
+    leases = _bounded(lease_ids, limits.leases_max, "lease_ids")
     return stimuli.ReleaseLeases(caller.session, caller.epoch, tuple(LeaseId(lease) for lease in leases))
 
 

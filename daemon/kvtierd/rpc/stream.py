@@ -2,6 +2,7 @@
 between."""
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -270,6 +271,7 @@ class AttachStream:
         requests = [request]
         if self._batches and request.WhichOneof("body") == "batch":
             requests = list(request.batch.requests)
+            self._give_back(connection, request)
             if request.id or len(requests) > REQUESTS_MAX:
                 field, value = ("id", request.id) if request.id else ("batch.requests", len(requests))
                 message = f"a batch has no id of its own, and at most {REQUESTS_MAX} requests"
@@ -295,7 +297,10 @@ class AttachStream:
         self, connection: Connection, request: cache_pb2.AttachRequest
     ) -> cache_pb2.AttachResponse | None:
         started_s = time.perf_counter()
+        self._give_back(connection, request)
         body = request.WhichOneof("body")
+        if body is None and request.released_leases:
+            return None
         try:
             response = self._respond(connection, body, request)
         except Refusal as refusal:
@@ -305,6 +310,12 @@ class AttachStream:
         if body is not None and body != "wait":
             self._observe(body, took_s)
         return response if request.id or body not in ANSWER_OPTIONAL else None
+
+    def _give_back(self, connection: Connection, request: cache_pb2.AttachRequest) -> None:
+        """Takes the leases that a message gives back. Nobody waits for an answer to that."""
+        if request.released_leases:
+            with contextlib.suppress(Refusal):
+                self._calls.give_back(request.released_leases, connection.caller(None))
 
     def _respond(
         self, connection: Connection, body: str | None, request: cache_pb2.AttachRequest

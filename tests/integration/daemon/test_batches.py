@@ -158,9 +158,10 @@ def test_what_has_no_id_is_done_and_not_answered(talking: RawSession, daemon: Da
     talking.store(key, [0])
     lease = talking.lookup(key, lease=True).lease_id
     assert lease
-    assert daemon.status().leases == 1
-    messages = stream.messages
+    messages = stream.messages + 1
+    other = talking.lookup(key, lease=True).lease_id
     stream.post_plain(release=cache_pb2.ReleaseRequest(lease_ids=[lease]))
+    stream.post_plain(released_leases=[other])
     stream.post_plain(touch=touch(b"not a hash"))  # refused, as any would be
     stream.post_plain(touch=touch(key))
     stream.post_plain(cancel=cache_pb2.CancelRequest(tickets=[1 << 40]))
@@ -173,3 +174,22 @@ def test_what_has_no_id_is_done_and_not_answered(talking: RawSession, daemon: Da
 def test_what_is_waited_for_needs_an_id(talking: RawSession) -> None:
     talking.attached.post_plain(**lookup(talking, 1))
     assert talking.attached.event("error").field == "id"
+
+
+def test_leases_given_back_with_a_message_are_free_before_its_body(
+    talking: RawSession, daemon: Daemon
+) -> None:
+    stream = talking.attached
+    key = hashes(1, seed=78)
+    talking.store(key, [0])
+    first = talking.lookup(key, lease=True).lease_id
+    load = cache_pb2.LoadRequest(signals=talking.signals(), lease_id=first, block_ids=[0])
+    refused = stream.post(load=load, released_leases=[first])
+    with pytest.raises(Refused) as why:
+        stream.answer(refused)
+    assert why.value.reason == "UNKNOWN_LEASE"
+    second = talking.lookup(key, lease=True).lease_id
+    request = cache_pb2.AttachRequest(id=1_000, **lookup(talking, 78))
+    stream.post_plain(batch=cache_pb2.RequestBatch(requests=[request]), released_leases=[second, 1 << 60])
+    assert talking.lookup(key).answers[0].hits == 1
+    assert daemon.status().leases == 0

@@ -149,10 +149,8 @@ class World:
         if self.deaf:
             return
         for message in self.peer.sent():
-            if message.HasField("release"):
-                for lease in message.release.lease_ids:
-                    del self.leases[lease]
-                assert not message.id, "nobody waits for an answer"
+            for lease in message.released_leases:
+                del self.leases[lease]
             if message.HasField("lookup"):
                 self._answer(message)
 

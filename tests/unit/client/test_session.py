@@ -192,7 +192,7 @@ def test_a_lease_that_comes_too_late_is_released_at_once(peer: Peer) -> None:
     assert not peer.session.abandon(record).answered
     peer.answer_lookup(request, 1, lease_id=44)
     [release] = peer.sent()
-    assert list(release.release.lease_ids) == [44]
+    assert list(release.released_leases) == [44]
     assert record.answer is not None
     assert not record.answer.answered, "what was said to be a miss stays one"
 
@@ -202,7 +202,7 @@ def test_releasing_is_idempotent_and_batched(peer: Peer) -> None:
     for lease in (one, two, one, two):
         peer.session.release(lease)
     [release] = peer.sent()
-    assert list(release.release.lease_ids) == [5, 6]
+    assert list(release.released_leases) == [5, 6]
 
 
 def test_a_load_consumes_its_lease_only_when_it_is_accepted(peer: Peer) -> None:
@@ -227,7 +227,7 @@ def test_a_lease_released_while_its_load_is_refused_is_given_back(peer: Peer) ->
     peer.refuse(request, types_pb2.REASON_QUEUE_FULL)
     assert transfer.outcome.throttled
     [release] = peer.sent()
-    assert list(release.release.lease_ids) == [lease.lease_id]
+    assert list(release.released_leases) == [lease.lease_id]
 
 
 def test_a_refused_load_leaves_the_lease_for_another_try(peer: Peer) -> None:
@@ -241,7 +241,17 @@ def test_what_was_given_back_is_told_before_more_is_asked_for(peer: Peer) -> Non
     """Leases are bounded: the daemon must not count the old one against the new."""
     peer.session.release(leased(peer, lease_id=5))
     ask(peer, 1, lease=True)
-    assert [message.WhichOneof("body") for message in peer.sent()] == ["release", "lookup"]
+    [message] = peer.sent()
+    assert (message.WhichOneof("body"), list(message.released_leases)) == ("lookup", [5])
+
+
+def test_what_is_given_back_is_told_after_what_still_uses_it(peer: Peer) -> None:
+    lease = leased(peer, lease_id=5)
+    peer.session.load(0, lease, 0, [3], None, keep_lease=True)
+    peer.session.release(lease)
+    load, release = peer.sent()
+    assert (load.WhichOneof("body"), list(load.released_leases)) == ("load", [])
+    assert (release.WhichOneof("body"), list(release.released_leases)) == (None, [5])
 
 
 @pytest.mark.parametrize(
@@ -712,7 +722,7 @@ def test_groups_are_asked_together_with_hashes_that_travel_once(scheduler: Peer)
     record.answer.release()
     record.answer.release()
     [release] = scheduler.sent()
-    assert list(release.release.lease_ids) == [7, 8]
+    assert list(release.released_leases) == [7, 8]
 
 
 def test_a_miss_has_every_group_that_was_asked_about(make_peer: Callable[..., Peer]) -> None:

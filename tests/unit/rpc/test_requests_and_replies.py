@@ -392,11 +392,10 @@ class TestSubmissions:
 
 class TestTheRest:
     def test_lists_of_leases_and_tickets_are_bounded(self) -> None:
-        many = cache_pb2.ReleaseRequest(lease_ids=range(6))
-        assert reason(calls.release_of, many, CALLER, LIMITS) == (Reason.TOO_MANY_BLOCKS, "lease_ids")
+        assert reason(calls.release_of, range(6), CALLER, LIMITS) == (Reason.TOO_MANY_BLOCKS, "lease_ids")
         tickets = cache_pb2.CancelRequest(tickets=range(6))
         assert reason(calls.cancel_of, tickets, CALLER, LIMITS) == (Reason.TOO_MANY_BLOCKS, "tickets")
-        assert calls.release_of(cache_pb2.ReleaseRequest(lease_ids=[1, 2]), CALLER, LIMITS).leases == (
+        assert calls.release_of([1, 2], CALLER, LIMITS).leases == (
             1,
             2,
         )
