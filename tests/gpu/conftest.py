@@ -110,6 +110,7 @@ def host(
     settings = {"pool__size": f"{pool_mib}MiB", "pool__extent_size": f"{place.pick(16, 1)}MiB"}
     host = DaemonHost(socket_dir, shm_dir / "pool", server__heartbeat_interval_s="0.2", **settings)
     host.start()
+    host.daemon.wait_whole()
     yield host
     host.stop()
 

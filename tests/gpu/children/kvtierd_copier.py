@@ -44,6 +44,7 @@ class KvtierdCopier:
         daemon = self._stack.enter_context(
             running_daemon(*place, 4 * region_bytes + 2 * MIB, extent, workers__gpu_pacing=fields["pacing"])
         )
+        daemon.wait_whole()
         self._cache = EngineCache(
             take_device(), region_bytes // PLANES // fragment_bytes, PLANES, fragment_bytes
         )

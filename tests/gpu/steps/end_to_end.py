@@ -45,6 +45,8 @@ def run(bench: Bench) -> None:
         ceiling = ceilings(bench, device)
         with running_daemon(*place, *sizes) as daemon:
             begin = time.perf_counter()
+            daemon.wait_whole()
+            bench.row(what="populated", when="start", mib=sizes[0] / MIB, seconds=time.perf_counter() - begin)
             for planes, fragment in shapes:
                 cache = EngineCache(device, cache_bytes // planes // fragment, planes, fragment)
                 with connected(daemon, cache, f"engine-{fragment}") as client:
