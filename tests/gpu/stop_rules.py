@@ -58,15 +58,42 @@ def _opened(kind: str, *cases: str) -> Callable[[Record], Finding | None]:
     return judge
 
 
+def _waits(record: Record) -> dict[tuple[str, str, int], float]:
+    """Microseconds that calls take longer beside another process's kernels, by way, shape and KiB."""
+    idle: dict[tuple[str, str, int], float] = {}
+    beside: dict[tuple[str, str, int], float] = {}
+    for row in record.rows("slices", kind="calls"):
+        known = idle if row["beside"] == "idle" else beside
+        known[row["way"], row["shape"], row["fragment_kib"]] = float(row["p50_us"])
+    return {call: took - idle[call] for call, took in beside.items() if call in idle}
+
+
 def calls_wait(record: Record) -> Finding | None:
-    """Large batches beside another process's kernels, over idle."""
-    rows = [row for row in record.rows("slices", kind="calls") if "batch" in row["call"]]
-    idle = {row["call"]: row["p50_us"] for row in rows if row["beside"] == "idle"}
-    waits = {row["call"]: row["p50_us"] - idle[row["call"]] for row in rows if row["beside"] != "idle"}
+    """Batches of large fragments beside another process's kernels, over idle."""
+    waits = {
+        call: us
+        for call, us in _waits(record).items()
+        if call[1] == "batch" and call[2] * KIB > SMALL_FRAGMENT
+    }
     if not waits:
         return None
-    worst = max(waits, key=lambda call: waits[call])
-    return Finding(waits[worst] >= SLICE_US, f"{worst}: {waits[worst]:.0f} µs more than idle")
+    way, shape, kib = worst = max(waits, key=lambda call: waits[call])
+    return Finding(
+        waits[worst] >= SLICE_US, f"{shape} {way} of {kib} KiB: {waits[worst]:.0f} µs more than idle"
+    )
+
+
+def small_calls_wait(record: Record) -> Finding | None:
+    """Small fragments to the device beside another process's kernels: in batches, and in other shapes."""
+    waits = {
+        call: us for call, us in _waits(record).items() if call[0] == H2D and call[2] * KIB <= SMALL_FRAGMENT
+    }
+    slow = sorted({f"{shape} of {kib} KiB" for (_, shape, kib), us in waits.items() if us >= SLICE_US})
+    fast = sorted({f"{shape} of {kib} KiB" for (_, shape, kib), us in waits.items() if us < SLICE_US})
+    if not waits:
+        return None
+    why = f"waited: {', '.join(slow) or 'none'}; did not: {', '.join(fast) or 'none'}"
+    return Finding(any(one.startswith("batch ") for one in slow), why)
 
 
 def _small_copy(record: Record, chunk_mib: int, flights: int) -> float | None:
@@ -177,6 +204,11 @@ RULES = (
         "Batches wait for a time slice beside another process's kernels (1 ms)",
         "The boundary between engine and daemon is in the wrong place: rethink.",
         calls_wait,
+    ),
+    StopRule(
+        "Batches of small fragments to the device wait for such a slice, which they take from the engine",
+        "`auto` hands them over in a shape that does not.",
+        small_calls_wait,
     ),
     StopRule(
         "An engine's small copies wait beside large chunks, and not beside paced ones",

@@ -136,8 +136,18 @@ def small(p99_us: float, chunk_mib: int, flights: int) -> dict[str, Any]:
     return {"kind": "small copy", "way": "d2h", "beside": "both", "p99_us": p99_us} | where
 
 
-def batch(beside: str, p50_us: float) -> dict[str, Any]:
-    return {"kind": "calls", "call": "batch of 16 x 1024 KiB d2h", "beside": beside, "p50_us": p50_us}
+def call(beside: str, p50_us: float, shape: str = "batch", kib: int = 1024) -> dict[str, Any]:
+    what = {"kind": "calls", "way": "h2d", "shape": shape, "fragment_kib": kib}
+    return what | {"beside": beside, "p50_us": p50_us}
+
+
+def small_calls(**p50_us: float) -> list[dict[str, Any]]:
+    """Beside kernels, by shape."""
+    return [
+        call(beside, us, shape, 4)
+        for shape, beside_us in p50_us.items()
+        for beside, us in (("idle", 100.0), (SPINNER, beside_us))
+    ]
 
 
 def shape(name: str, rate: float) -> dict[str, Any]:
@@ -157,9 +167,12 @@ JUDGED: list[tuple[str, dict[str, list[dict[str, Any]]], str]] = [
     ("Such a handle is refused across PID namespaces", {"sharing": [OPEN | {"legacy": "201"}]}, "**yes**"),
     ("A descriptor is refused", {"sharing": [OPEN | {"legacy": "201"}]}, "no"),
     ("Such a handle is refused between equal", {"sharing": [OPEN]}, "not measured"),
-    ("Batches wait", {"slices": [batch("idle", 400), batch(SPINNER, 900)]}, "no"),
-    ("Batches wait", {"slices": [batch("idle", 400), batch(SPINNER, 1500)]}, "**yes**"),
-    ("Batches wait", {"slices": [batch("idle", 400)]}, "not measured"),
+    ("Batches wait", {"slices": [call("idle", 400), call(SPINNER, 900)]}, "no"),
+    ("Batches wait", {"slices": [call("idle", 400), call(SPINNER, 1500)]}, "**yes**"),
+    ("Batches wait", {"slices": [call("idle", 400)]}, "not measured"),
+    ("Batches of small fragments", {"slices": small_calls(batch=2400, rows=120)}, "**yes**"),
+    ("Batches of small fragments", {"slices": small_calls(batch=300, rows=2400)}, "no"),
+    ("Batches wait", {"slices": small_calls(batch=2400)}, "not measured"),
     ("An engine's small copies", {"slices": [small(1100, 32, 2), small(90, 4, 1)]}, "**yes**"),
     ("Pacing is in vain", {"slices": [small(1100, 32, 2), small(90, 4, 1)]}, "no"),
     ("An engine's small copies", {"slices": [small(200, 32, 2), small(90, 4, 1)]}, "no"),

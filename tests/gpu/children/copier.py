@@ -9,6 +9,7 @@ from tests.gpu.parts.child import Handler
 from tests.gpu.parts.device import take_device
 from tests.gpu.parts.host import HostMemory
 from tests.gpu.parts.loops import FLIGHTS, CopyLoop
+from tests.gpu.parts.submitting import BATCH
 
 
 class Copier:
@@ -40,7 +41,7 @@ class Copier:
                 host_address=self._regions[direction][1].address,
                 region_bytes=self._region_bytes,
                 fragment_bytes=fields["fragment_bytes"],
-                prefer_overlap=fields["prefer_overlap"],
+                shape=fields.get("shape", BATCH),
                 batch_bytes=fields.get("batch_bytes", 0),
                 flights=fields.get("flights", FLIGHTS),
             ).start()

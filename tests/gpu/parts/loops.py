@@ -1,5 +1,5 @@
-"""Keeps one direction of the link busy with batched copies, from a thread of its own, as a copy worker's lane
-does."""
+"""Keeps one direction of the link busy with copies of fragments, from a thread of its own, as a copy worker's
+lane does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections import deque
 from typing import Self
 
 import numpy as np
-from kvtier_kernels.cuda import Copies, CudaError
+from kvtier_kernels.cuda import CudaError
 
 from tests.gpu.parts.device import Device
-from tests.gpu.parts.fragments import scattered, sizes_of
+from tests.gpu.parts.submitting import BATCH, D2H, H2D, PLANES, ROWS, submitter
 
-H2D, D2H = "h2d", "d2h"
+__all__ = ["D2H", "H2D"]
+
 FLIGHTS = 2
 BATCHES = 4
 """Different orders of the fragments, taken in turn."""
@@ -34,26 +35,25 @@ class CopyLoop:
         host_address: int,
         region_bytes: int,
         fragment_bytes: int,
-        prefer_overlap: bool = False,
+        shape: str = BATCH,
         batch_bytes: int = 0,
         flights: int = FLIGHTS,
     ) -> None:
-        """`batch_bytes`: of one batch; 0 for the whole region. `flights`: batches on the stream at once."""
-        rng = np.random.default_rng()
-        count = min(4_096, max(1, (batch_bytes or region_bytes) // fragment_bytes))
+        """`shape`: how they get to the driver (`submitting`). `batch_bytes`: of one batch; 0 for the whole
+        region. `flights`: batches on the stream at once."""
         self._flights = flights
-        self._batches = [
-            (
-                scattered(device_address, region_bytes, fragment_bytes, count, rng),
-                scattered(host_address, region_bytes, fragment_bytes, count, rng),
-            )
-            for _ in range(BATCHES)
-        ]
-        self._sizes = sizes_of(count, fragment_bytes)
-        self._batch_bytes = count * fragment_bytes
+        self._shape = shape
+        count = min(4_096, max(1, (batch_bytes or region_bytes) // fragment_bytes))
+        self._count = max(PLANES, count - count % PLANES) if shape == ROWS else count
+        self._batch_bytes = self._count * fragment_bytes
+        self._region = {
+            "device_address": device_address,
+            "host_address": host_address,
+            "region_bytes": region_bytes,
+            "fragment_bytes": fragment_bytes,
+        }
         self._device = device
         self._direction = direction
-        self._prefer_overlap = prefer_overlap
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"copies-{direction}", daemon=True)
         self.copied_bytes = 0
@@ -81,8 +81,19 @@ class CopyLoop:
         self._device.context.make_current()
         begin = time.perf_counter()
         try:
-            copies = Copies(driver, prefer_overlap=self._prefer_overlap)
-            stream = driver.stream_create()
+            stream, rng = driver.stream_create(), np.random.default_rng()
+            submit = [
+                submitter(
+                    self._device,
+                    self._shape,
+                    self._direction,
+                    stream,
+                    count=self._count,
+                    rng=rng,
+                    **self._region,
+                )
+                for _ in range(BATCHES)
+            ]
             events = [driver.event_create() for _ in range(self._flights)]
             flying: deque[int] = deque()
             turn = 0
@@ -91,11 +102,7 @@ class CopyLoop:
                 if len(flying) == self._flights:
                     driver.event_synchronize(flying.popleft())
                     self.copied_bytes += self._batch_bytes
-                device, host = self._batches[turn % BATCHES]
-                if self._direction == H2D:
-                    copies.to_device(device, host, self._sizes, stream)
-                else:
-                    copies.to_host(host, device, self._sizes, stream)
+                submit[turn % BATCHES]()
                 event = events[turn % self._flights]
                 driver.event_record(event, stream)
                 flying.append(event)

@@ -30,7 +30,9 @@ from tests.gpu.parts.engine_rig import (
 from tests.gpu.parts.loops import D2H, H2D
 from tests.support.process import Daemon
 
-SHAPES = ((1, 2 * MIB), (4, 512 * KIB), (32, 64 * KIB))  # planes, bytes of a fragment: blocks of 2 MiB
+SHAPES = ((1, 2 * MIB), (32, 64 * KIB), (80, 8 * KIB), (61, 18 * KIB), (4, 512 * KIB))
+"""Planes, and bytes of a fragment: large ones; eight heads of one layer; one head of each of 80 layers, as
+with tensor parallelism; the latents of 61 layers, as DeepSeek has; medium ones."""
 TRANSFERS = (128 * MIB, 32 * MIB)
 STORE, LOAD = "store", "load"
 QUIET_S = 2.0

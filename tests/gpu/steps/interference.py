@@ -2,7 +2,7 @@
 
 One process computes: a large matrix product (bound by arithmetic), or a decode-like step in a CUDA graph
 (bound by memory) with small copies of its own before and behind it. Others copy fragments in random order,
-two batches in flight: a process like the copy worker by DMA (with the prefer-overlap hint and without), a
+two batches in flight: a process like the copy worker by DMA (`shape`: how fragments get to the driver), a
 real kvtierd that is stored to and loaded from (in large chunks, or paced), a process by a kernel of its own
 on 12 thread blocks, or the engine's own process by the same kernel on another stream. `x_p50`, `x_p99` and
 `x_max` are ratios to the median of the idle measurements around them in the same run; `idle` is measured
@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.gpu.parts.bench import MIB, Bench
 from tests.gpu.parts.child import Child, ChildError
-from tests.gpu.parts.loops import D2H, H2D
+from tests.gpu.parts.submitting import BATCH, D2H, H2D, HINT, ROWS, STREAM
 from tests.gpu.parts.workloads import DECODE, GEMM
 
 BOTH = (H2D, D2H)
@@ -36,25 +36,29 @@ NAMES = {
 }
 PACING = {KVTIERD: "never", PACED: "always"}
 PLAN = (
-    # who copies, how, in which directions, with the hint, and fragments of which size; the most telling first
-    (PROCESS, DMA, "both", False, LARGE),
-    (PROCESS, KERNEL, "both", False, LARGE),
-    (KVTIERD, DMA, "both", False, LARGE),
-    (PACED, DMA, "both", False, LARGE),
-    (PROCESS, DMA, "both", False, MEDIUM),
-    (PROCESS, DMA, "both", False, SMALL),
-    (PROCESS, DMA, H2D, False, LARGE),
-    (PROCESS, DMA, D2H, False, LARGE),
-    (ENGINE, KERNEL, "both", False, LARGE),
-    (PROCESS, DMA, "both", True, LARGE),
-    (KVTIERD, DMA, H2D, False, LARGE),
-    (KVTIERD, DMA, D2H, False, LARGE),
-    (PROCESS, KERNEL, H2D, False, LARGE),
-    (PROCESS, KERNEL, D2H, False, LARGE),
-    (ENGINE, KERNEL, H2D, False, LARGE),
-    (ENGINE, KERNEL, D2H, False, LARGE),
-    (PROCESS, DMA, H2D, True, LARGE),
-    (PROCESS, DMA, D2H, True, LARGE),
+    # who copies, how, in which directions, in which shape, fragments of which size; the most telling first
+    (PROCESS, DMA, "both", BATCH, LARGE),
+    (KVTIERD, DMA, "both", BATCH, LARGE),
+    (PACED, DMA, "both", BATCH, LARGE),
+    (PROCESS, DMA, "both", BATCH, SMALL),
+    (PROCESS, DMA, "both", ROWS, SMALL),
+    (PROCESS, DMA, "both", STREAM, SMALL),
+    (PROCESS, KERNEL, "both", BATCH, LARGE),
+    (PROCESS, DMA, "both", BATCH, MEDIUM),
+    (PROCESS, DMA, H2D, BATCH, LARGE),
+    (PROCESS, DMA, D2H, BATCH, LARGE),
+    (PROCESS, DMA, H2D, BATCH, SMALL),
+    (PROCESS, DMA, H2D, ROWS, SMALL),
+    (ENGINE, KERNEL, "both", BATCH, LARGE),
+    (PROCESS, DMA, "both", HINT, LARGE),
+    (KVTIERD, DMA, H2D, BATCH, LARGE),
+    (KVTIERD, DMA, D2H, BATCH, LARGE),
+    (PACED, DMA, H2D, BATCH, LARGE),
+    (PACED, DMA, D2H, BATCH, LARGE),
+    (PROCESS, KERNEL, H2D, BATCH, LARGE),
+    (PROCESS, KERNEL, D2H, BATCH, LARGE),
+    (ENGINE, KERNEL, H2D, BATCH, LARGE),
+    (ENGINE, KERNEL, D2H, BATCH, LARGE),
 )
 IDLE_EVERY = 4
 """So many measurements between two of the idle engine."""
@@ -128,7 +132,7 @@ class Measuring:
 
     def all(self) -> None:
         plan = [case for case in PLAN if case[:2] in self._copiers]
-        for index, (who, how, way, overlap, fragment_bytes) in enumerate(plan):
+        for index, (who, how, way, shape, fragment_bytes) in enumerate(plan):
             if index % IDLE_EVERY == 0:
                 self.idle()
             if self._bench.left_s() < 4 * self._seconds + 2:
@@ -136,7 +140,7 @@ class Measuring:
                 break
             try:
                 for workload in (DECODE, GEMM):
-                    self.with_copies(workload, who, how, way, overlap, fragment_bytes)
+                    self.with_copies(workload, who, how, way, shape, fragment_bytes)
             except ChildError as error:  # the other ways are worth measuring without it
                 self._bench.row(left_out=f"{how} by {NAMES[who]}, {way}", why=str(error)[-400:])
         self.idle()
@@ -149,6 +153,7 @@ class Measuring:
                 workload=workload,
                 copies="idle",
                 way="-",
+                shape="-",
                 overlap_hint=False,
                 fragment_bytes=0,
                 gb_per_s=0.0,
@@ -156,10 +161,10 @@ class Measuring:
             )
 
     def with_copies(
-        self, workload: str, who: str, how: str, way: str, overlap: bool, fragment_bytes: int
+        self, workload: str, who: str, how: str, way: str, shape: str, fragment_bytes: int
     ) -> None:
         copier = self._copiers[who, how]
-        started: dict[str, Any] = {"directions": list(WAYS[way]), "prefer_overlap": overlap}
+        started: dict[str, Any] = {"directions": list(WAYS[way]), "shape": shape}
         started["fragment_bytes"] = self._bench.pick(fragment_bytes, 4_096)
         copier.ask("start", **started)
         try:
@@ -176,7 +181,8 @@ class Measuring:
             workload=workload,
             copies=copies,
             way=way,
-            overlap_hint=overlap,
+            shape=shape,
+            overlap_hint=shape == HINT,
             fragment_bytes=fragment_bytes,
             gb_per_s=rate,
             **steps,

@@ -25,7 +25,7 @@ from tests.gpu.parts.loops import D2H, H2D
 from tests.gpu.parts.region import Region, open_region
 
 PLANES, BLOCKS = 32, 128
-FRAGMENTS = (8 * KIB, 64 * KIB, 256 * KIB, 4 * KIB, 16 * KIB, 32 * KIB)
+FRAGMENTS = (8 * KIB, 64 * KIB, 16 * KIB, 24 * KIB, 4 * KIB, 32 * KIB, 256 * KIB)
 """The most telling first."""
 RUN_FRAGMENTS = (16 * KIB, 64 * KIB)
 RUNS = (1, 4, 16)

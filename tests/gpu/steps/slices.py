@@ -1,13 +1,14 @@
 """What one process's copies cost another's, call by call.
 
-`calls`: how long this process's driver calls take, idle and beside a process whose kernels keep every
-multiprocessor busy. If a batch waits for a time slice of the multiprocessors, the boundary between engine and
-daemon is in the wrong place.
+`calls`: how long this process's copies take until the host knows that they have landed, idle and beside a
+process whose kernels keep every multiprocessor busy: by the way, the size of fragments (64 of them) and the
+shape in which they get to the driver (`tests.gpu.parts.submitting`). What waits for a time slice of the
+multiprocessors takes milliseconds more, and takes that slice from the engine.
 
-`small copy`: how long a 4 KiB copy of an engine takes (sampled tokens, input ids), idle and while another
-process copies at full rate, by the bytes of its chunks, how many are in flight, and the size of fragments.
-Copies of two contexts on one copy engine are said to alternate about every millisecond (RTAS 2024, Bakita and
-Anderson).
+`small copy`: how long a copy of an engine takes (`bytes`: 4 KiB as sampled tokens, 64 KiB as block tables),
+idle and while another process copies at full rate, by the bytes of its chunks, how many are in flight, and
+the size of fragments. Copies of two contexts on one copy engine are said to alternate about every
+millisecond (RTAS 2024, Bakita and Anderson).
 
 `while registering`: the same while another process registers host memory with the driver, and while one
 starts.
@@ -22,20 +23,30 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from kvtier_kernels.cuda import Copies
 
 from tests.gpu.parts.bench import GIB, KIB, MIB, Bench, percentile
 from tests.gpu.parts.child import Child
 from tests.gpu.parts.device import Device, open_device
-from tests.gpu.parts.fragments import scattered, sizes_of
 from tests.gpu.parts.host import HostMemory
-from tests.gpu.parts.loops import D2H, H2D
+from tests.gpu.parts.submitting import BATCH, D2H, H2D, LOOP, ROWS, STAGED, STREAM, submitter
 
-SMALL_BYTES = 4 * KIB
-CHUNKS = ((32, 2, 512), (16, 2, 512), (8, 2, 512), (8, 1, 512), (4, 1, 512), (2, 1, 512))
+SMALL_BYTES = (4 * KIB, 64 * KIB)
+"""Of an engine's own copies."""
+CHUNKS = ((32, 2, 512), (32, 1, 512), (16, 1, 512), (8, 1, 512), (4, 1, 512))
 """MiB of a chunk, chunks in flight, and KiB of a fragment."""
-SMALL_FRAGMENTS = ((32, 2, 64), (32, 2, 8), (4, 1, 64), (4, 1, 8))
+SMALL_FRAGMENTS = ((32, 2, 8), (8, 1, 64), (8, 1, 8))
 """The same, measured in both directions at once only."""
+CALLS = (
+    (H2D, BATCH, (4, 8, 16, 18, 20, 24, 32, 64)),
+    (H2D, ROWS, (2, 4, 8, 16, 24, 64)),
+    (H2D, STREAM, (4, 16, 24)),
+    (H2D, LOOP, (4, 24)),
+    (H2D, STAGED, (4, 16)),
+    (D2H, BATCH, (4, 16, 64)),
+    (D2H, ROWS, (4, 16)),
+)
+"""Directions, shapes, and KiB of a fragment."""
+FRAGMENTS = 64
 WAYS = {D2H: (D2H,), H2D: (H2D,), "both": (D2H, H2D)}
 CALLS_MIN = 5
 
@@ -51,30 +62,36 @@ class Engine:
         self.stream = device.stream()
         self.event = device.driver.event_create()
         stack.callback(device.driver.event_destroy, self.event)
-        self._copies = Copies(device.driver)
+        self.staging = device.alloc(FRAGMENTS * 64 * KIB)
 
     def landed(self) -> None:
         self.device.driver.event_record(self.event, self.stream)
         self.device.driver.event_synchronize(self.event)
 
-    def small_copy(self, way: str) -> None:
-        """One copy of 4 KiB, until the host knows that it has landed."""
+    def small_copy(self, way: str, n: int) -> None:
+        """One copy of `n` bytes, until the host knows that it has landed."""
         ends = (self.address, self.host.address) if way == H2D else (self.host.address, self.address)
-        self.device.driver.copy_async(*ends, SMALL_BYTES, self.stream)
+        self.device.driver.copy_async(*ends, n, self.stream)
         self.landed()
 
-    def batch(self, way: str, fragment_bytes: int, count: int) -> Callable[[], None]:
-        """Copies so many fragments in one call."""
-        rng = np.random.default_rng(0)
-        device = scattered(self.address, self.n, fragment_bytes, count, rng)
-        host = scattered(self.host.address, self.n, fragment_bytes, count, rng)
-        sizes = sizes_of(count, fragment_bytes)
+    def fragments(self, way: str, shape: str, fragment_bytes: int) -> Callable[[], None]:
+        """Copies fragments in one shape."""
+        submit = submitter(
+            self.device,
+            shape,
+            way,
+            self.stream,
+            device_address=self.address,
+            host_address=self.host.address,
+            region_bytes=self.n,
+            fragment_bytes=fragment_bytes,
+            count=FRAGMENTS,
+            rng=np.random.default_rng(0),
+            staging_address=self.staging,
+        )
 
         def once() -> None:
-            if way == H2D:
-                self._copies.to_device(device, host, sizes, self.stream)
-            else:
-                self._copies.to_host(host, device, sizes, self.stream)
+            submit()
             self.landed()
 
         return once
@@ -90,29 +107,35 @@ def run(bench: Bench) -> None:
 
 
 def calls(bench: Bench, engine: Engine) -> None:
-    probes: dict[str, Callable[[], None]] = {"event": engine.landed}
+    probes: dict[tuple[str, str, int], Callable[[], None]] = {}
     for way in (H2D, D2H):
-        probes[f"copy of 4 KiB {way}"] = partial(engine.small_copy, way)
-        for kib, count in ((4, 64), (16, 64), (64, 64), (1024, 16)):
-            size = bench.pick(kib * KIB, 4 * KIB)
-            probes[f"batch of {count} x {kib} KiB {way}"] = engine.batch(way, size, count)
+        probes[way, "one copy", 4] = partial(engine.small_copy, way, 4 * KIB)
+    for way, shape, sizes in CALLS:
+        for kib in bench.pick(sizes, sizes[:2]):
+            probes[way, shape, kib] = engine.fragments(way, shape, bench.pick(kib, 1) * KIB)
     with Child("tests.gpu.children.spinner") as spinner:
         spinner.ask("open", kernels=not bench.fake)
         for beside in ("idle", "kernels of another process"):
             if beside != "idle":
                 spinner.ask("start")
-            for name, call in probes.items():
-                bench.row(kind="calls", call=name, beside=beside, **timed(bench, call))
+            for (way, shape, kib), call in probes.items():
+                about = {"way": way, "shape": shape, "fragment_kib": kib, "beside": beside}
+                bench.row(kind="calls", **about, **timed(bench, call))
         spinner.ask("stop")
 
 
 def small_copies(bench: Bench, engine: Engine) -> None:
-    def measure(**about: object) -> None:
-        for way in (H2D, D2H):
-            took = timed(bench, partial(engine.small_copy, way))
-            bench.row(kind="small copy", way=way, **about, **took)
+    def measure(stop: Callable[[], dict[str, Any]], **about: object) -> None:
+        rows = [
+            (way, n, timed(bench, partial(engine.small_copy, way, n)))
+            for way in (H2D, D2H)
+            for n in SMALL_BYTES
+        ]
+        rate = stop()
+        for way, n, took in rows:
+            bench.row(kind="small copy", way=way, bytes=n, **about, **rate, **took)
 
-    measure(beside="idle")
+    measure(dict, beside="idle")
     with Child("tests.gpu.children.copier") as copier:
         copier.ask("open", region_bytes=bench.pick(256 * MIB, MIB), directions=[D2H, H2D])
         for beside, ways in WAYS.items():
@@ -122,16 +145,12 @@ def small_copies(bench: Bench, engine: Engine) -> None:
                     "start",
                     directions=ways,
                     fragment_bytes=fragment_bytes,
-                    prefer_overlap=False,
                     batch_bytes=bench.pick(chunk_mib * MIB, 64 * KIB),
                     flights=flights,
                 )
                 time.sleep(bench.pick(0.1, 0.0))
                 about = {"beside": beside, "chunk_mib": chunk_mib, "flights": flights, "fragment_kib": kib}
-                rows = [(way, timed(bench, partial(engine.small_copy, way))) for way in (H2D, D2H)]
-                rate = copier.ask("stop").fields
-                for way, took in rows:
-                    bench.row(kind="small copy", way=way, **about, **rate, **took)
+                measure(lambda: copier.ask("stop").fields, **about)
 
 
 def registering(bench: Bench, engine: Engine) -> None:
@@ -146,16 +165,16 @@ def registering(bench: Bench, engine: Engine) -> None:
             if "bytes" in asked:
                 asked["chunk_bytes"] = bench.pick(256 * MIB, MIB)
             registrar.tell(asked.pop("what"), fds, **asked)
-            took = timed(bench, lambda: engine.small_copy(D2H))
+            took = timed(bench, lambda: engine.small_copy(D2H, 4 * KIB))
             answer = registrar.answer(120.0).fields
             bench.row(kind="while registering", beside=what, way=D2H, **took, **answer)
 
 
 def timed(bench: Bench, call: Callable[[], None]) -> dict[str, float]:
-    """Microseconds of one call, over half a second."""
+    """Microseconds of one call, over a quarter of a second."""
     call()
     taken: list[float] = []
-    end = time.perf_counter() + bench.pick(0.5, 0.01)
+    end = time.perf_counter() + bench.pick(0.25, 0.01)
     while time.perf_counter() < end or len(taken) < CALLS_MIN:
         begin = time.perf_counter()
         call()
