@@ -26,6 +26,6 @@ CALLS = {
     3: Call("figures", tuple(step.name for step in MATRIX if step.name not in DECIDE)),
     4: Call(
         "reruns of what decides",
-        ("slices", "interference", "batches", "shapes", "pipeline", "registration"),
+        ("slices", "interference", "beside_kvtierd", "batches", "shapes", "pipeline", "registration"),
     ),
 }

@@ -47,7 +47,7 @@ def copies(record: Record) -> str | None:
 def steps_under_copies(record: Record) -> str | None:
     """The engine's p99 by who copies, over idle."""
     groups: dict[str, dict[str, float]] = {}
-    for row in record.rows("interference"):
+    for row in (*record.rows("interference"), *record.rows("beside_kvtierd")):
         if "x_p99" in row and not row["overlap_hint"] and row["fragment_bytes"] >= 512 << 10:
             short = (
                 row["copies"]

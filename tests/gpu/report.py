@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parents[2]
 if str(REPO) not in sys.path:  # run as a script
     sys.path.insert(0, str(REPO))
 
-from tests.gpu import copy_methods, figures, stop_rules  # noqa: E402
+from tests.gpu import figures, stop_rules  # noqa: E402
 from tests.gpu.record import DONE, FAKE_STATEMENT, Record, Row, StepRecord, load  # noqa: E402
 from tests.gpu.targets import TARGETS  # noqa: E402
 
@@ -33,9 +33,6 @@ def write(paths: list[Path], out: Path) -> str:
     plots = {name: drawing for name, draw in figures.PLOTS.items() if (drawing := draw(merged)) is not None}
     for name, drawing in plots.items():
         (out / f"{name}.svg").write_text(drawing)
-    methods = copy_methods.table(merged)
-    if methods is not None:
-        (out / "methods.json").write_text(copy_methods.text(methods))
     sections = [header(records), stop_rules.table(merged), targets(merged), steps(merged)]
     sections += [f"![{name}]({name}.svg)" for name in plots]
     sections += [section(step) for step in merged.steps]

@@ -63,6 +63,8 @@ def _waits(record: Record) -> dict[tuple[str, str, int], float]:
     idle: dict[tuple[str, str, int], float] = {}
     beside: dict[tuple[str, str, int], float] = {}
     for row in record.rows("slices", kind="calls"):
+        if "p50_us" not in row:
+            continue
         known = idle if row["beside"] == "idle" else beside
         known[row["way"], row["shape"], row["fragment_kib"]] = float(row["p50_us"])
     return {call: took - idle[call] for call, took in beside.items() if call in idle}

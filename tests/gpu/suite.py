@@ -21,11 +21,15 @@ from tests.gpu.record import DONE, FAILED, LATE, SKIPPED, Row, StepRecord
 
 ENGINES = "tests/gpu/test_engines.py"
 CONTRACT = "tests/gpu/contract"
+EACH_BLOCK = "stored_is_loaded"
 SHARDS: dict[str, list[str]] = {
-    "engines without torch": [ENGINES, "-k", "not torch"],
-    "engines, torch": [ENGINES, "-k", "torch-caching"],
-    "engines, expandable segments": [ENGINES, "-k", "torch-expandable"],
-    "engines, memory pool": [ENGINES, "-k", "torch-pool"],
+    "engines, driver": [ENGINES, "-k", "driver"],
+    "engines, chunks and mirror": [ENGINES, "-k", "chunks or mirror"],
+    **{
+        f"engines, {kind}, {half}": [ENGINES, "-k", f"{kind} and {which}"]
+        for kind in ("torch-caching", "torch-expandable", "torch-pool")
+        for half, which in (("layouts", EACH_BLOCK), ("the rest", f"not {EACH_BLOCK}"))
+    },
     "driver": ["tests/gpu/test_driver.py"],
     "contract, copies": [f"{CONTRACT}/test_copies.py", "-k", "auto"],
     "contract, copies by loop and by rows": [f"{CONTRACT}/test_copies.py", "-k", "loop or rows"],

@@ -93,7 +93,8 @@ def interference(workload: str, who: str) -> Callable[[Record], float | None]:
     return lambda record: max(
         (
             float(row["x_p99"])
-            for row in record.rows("interference", workload=workload, copies=f"dma by {who}")
+            for step in ("interference", "beside_kvtierd")
+            for row in record.rows(step, workload=workload, copies=f"dma by {who}")
             if not row["overlap_hint"] and row["fragment_bytes"] >= 512 * KIB
         ),
         default=None,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtierd.workers.copy.gpu.methods import MeasuredMethod, measured_methods
 
 from tests.gpu.calls import CALLS
 from tests.gpu.parts.child import Child
@@ -191,26 +190,6 @@ def test_the_report_says_what_would_change_the_design(
     tmp_path: Path, what: str, steps: dict[str, list[dict[str, Any]]], so_it_is: str
 ) -> None:
     assert judged(tmp_path, what, **steps) == so_it_is
-
-
-def test_the_report_writes_the_methods_that_beat_batches(tmp_path: Path) -> None:
-    gpus = {"hardware": {"gpus": [{"name": "NVIDIA Example"}], "cpu": "c", "cpus": 1}}
-    gpus["hardware"] |= {"memory": "m", "numa_nodes": 1, "kernel": "k"}
-    rates = {4 << 10: (2, 9, 3), 16 << 10: (10, 11, 13), 32 << 10: (20, 21, 22), 64 << 10: (30, 90, 30)}
-    rows = [
-        shape(name, rate) | {"fragment_bytes": size}
-        for size, both in rates.items()
-        for name, rate in zip(("batch", "rows", "loop"), both, strict=True)
-    ]
-    record = record_of(tmp_path, **gpus)
-    record.add(StepRecord("shapes", "4", "Shapes", DONE, rows=rows))
-    write([record.path], tmp_path)
-    table = tmp_path / "methods.json"
-    assert measured_methods("NVIDIA Example", to_device=True, table=table) == (
-        MeasuredMethod(4 << 10, "rows"),
-        MeasuredMethod(16 << 10, "loop"),
-    )
-    assert measured_methods("NVIDIA Example", to_device=False, table=table) == ()
 
 
 def test_the_four_calls_run_every_step_and_the_suite() -> None:

@@ -24,7 +24,7 @@ from tests.gpu.parts.engine_rig import (
 )
 from tests.gpu.parts.loops import H2D
 
-PLANES = 4
+BLOCK_BYTES = 2 * MIB
 FLIGHTS = 3
 """Transfers submitted and not ended."""
 STOP_S = 30.0
@@ -42,11 +42,12 @@ class KvtierdCopier:
         extent = 64 * MIB if region_bytes > 64 * MIB else MIB
         # An instance may lease a quarter of the pool: room for half the cache.
         daemon = self._stack.enter_context(
-            running_daemon(*place, 4 * region_bytes + 2 * MIB, extent, workers__gpu_pacing=fields["pacing"])
+            running_daemon(*place, 4 * region_bytes + 2 * MIB, extent, **fields["settings"])
         )
         daemon.wait_whole()
+        planes = max(1, min(BLOCK_BYTES, region_bytes // 16) // fragment_bytes)
         self._cache = EngineCache(
-            take_device(), region_bytes // PLANES // fragment_bytes, PLANES, fragment_bytes
+            take_device(), region_bytes // planes // fragment_bytes, planes, fragment_bytes
         )
         self._cache.fill()
         self._client = self._stack.enter_context(connected(daemon, self._cache, "copier"))

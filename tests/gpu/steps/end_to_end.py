@@ -2,7 +2,8 @@
 
 An engine without torch stores its whole cache in transfers of `transfer_mib`, all submitted at once, and
 loads it back into other blocks. `gb_per_s` runs from the first call to the last outcome; a store's outcome
-means that the blocks are committed, checksums and all. `ratio` is to the ceiling of the same way. `first` is
+means that the blocks are committed, checksums and all; `lane_gb_per_s` is of the time that the lane
+copied. `ratio` is to the ceiling of the same way. `first` is
 the first use of that part of the pool, which the worker registers meanwhile. Rows `registered` say how long
 it takes until all of the pool is registered, by a worker with nothing else to do. The last rows are of a
 restart: kill -9, a new daemon on the same pool, the same client; from the kill to the first load.
@@ -17,7 +18,7 @@ from kvtier import Client
 
 from tests.gpu.parts.bench import GIB, KIB, MIB, Bench, gb_per_s
 from tests.gpu.parts.ceilings import BOTH, ceilings
-from tests.gpu.parts.device import open_device
+from tests.gpu.parts.device import Device, open_device
 from tests.gpu.parts.engine_rig import (
     DEADLINE_S,
     EngineCache,
@@ -34,6 +35,9 @@ SHAPES = ((1, 2 * MIB), (32, 64 * KIB), (80, 8 * KIB), (61, 18 * KIB), (4, 512 *
 """Planes, and bytes of a fragment: large ones; eight heads of one layer; one head of each of 80 layers, as
 with tensor parallelism; the latents of 61 layers, as DeepSeek has; medium ones."""
 TRANSFERS = (128 * MIB, 32 * MIB)
+"""The second with the second of the shapes only."""
+SEAL_THREADS = (1, 2, 8, 12)
+"""Compared with the default."""
 STORE, LOAD = "store", "load"
 QUIET_S = 2.0
 """Registration that has not grown for so long is over."""
@@ -50,12 +54,15 @@ def run(bench: Bench) -> None:
             daemon.wait_whole()
             bench.row(what="populated", when="start", mib=sizes[0] / MIB, seconds=time.perf_counter() - begin)
             for planes, fragment in shapes:
-                cache = EngineCache(device, cache_bytes // planes // fragment, planes, fragment)
+                # The first is large enough that the beginning and the end of it all do not count.
+                n = cache_bytes * bench.pick(3 if (planes, fragment) == shapes[0] else 1, 1)
+                cache = EngineCache(device, n // planes // fragment, planes, fragment)
                 with connected(daemon, cache, f"engine-{fragment}") as client:
                     if (planes, fragment) == shapes[0]:
                         registered(bench, daemon, begin, "start")
-                    for transfer_bytes in bench.pick(TRANSFERS, (512 * KIB,)):
-                        through = Through(bench, ceiling, client, cache, transfer_bytes)
+                    transfers = TRANSFERS if (planes, fragment) in shapes[1:2] else TRANSFERS[:1]
+                    for transfer_bytes in bench.pick(transfers, (512 * KIB,)):
+                        through = Through(bench, ceiling, daemon, client, cache, transfer_bytes)
                         through.all()
                     if (planes, fragment) == shapes[-1]:
                         begin = time.perf_counter()
@@ -63,6 +70,34 @@ def run(bench: Bench) -> None:
                         with running_daemon(*place, *sizes) as successor:
                             through.after_restart(begin, successor)
                             registered(bench, successor, begin, "restart")
+                cache.close()
+        sealing(bench, device, ceiling, cache_bytes, (sizes[0] // 2 + 2 * sizes[1], sizes[1]), shapes[0])
+
+
+def sealing(
+    bench: Bench,
+    device: Device,
+    ceiling: dict[str, float],
+    cache_bytes: int,
+    sizes: tuple[int, int],
+    shape: tuple[int, int],
+) -> None:
+    """Stores with other numbers of threads that compute checksums."""
+    planes, fragment = shape
+    for threads in bench.pick(SEAL_THREADS, SEAL_THREADS[:1]):
+        if bench.left_s() < 12:
+            return
+        with (
+            place_for_a_daemon() as place,
+            running_daemon(*place, *sizes, workers__seal_threads=str(threads)) as daemon,
+        ):
+            daemon.wait_whole()
+            cache = EngineCache(device, cache_bytes // planes // fragment, planes, fragment)
+            with connected(daemon, cache, f"sealed-{threads}") as client:
+                through = Through(bench, ceiling, daemon, client, cache, TRANSFERS[0])
+                for turn in ("first", "again", "again"):
+                    through.store(turn, seal_threads=threads)
+            cache.close()
 
 
 def registered(bench: Bench, daemon: Daemon, begin: float, when: str) -> None:
@@ -80,9 +115,17 @@ class Through:
     """One cache, one size of transfers."""
 
     def __init__(
-        self, bench: Bench, ceiling: dict[str, float], client: Client, cache: EngineCache, transfer_bytes: int
+        self,
+        bench: Bench,
+        ceiling: dict[str, float],
+        daemon: Daemon,
+        client: Client,
+        cache: EngineCache,
+        transfer_bytes: int,
     ) -> None:
         self._bench, self._ceiling, self._client, self._cache = bench, ceiling, client, cache
+        self._daemon = daemon
+        self._lanes: dict[str, tuple[float, float]] = {STORE: (0.0, 0.0), LOAD: (0.0, 0.0)}
         self._per_transfer = max(1, transfer_bytes // cache.block_bytes)
         self._sums = cache.fill()
         self._known: str | None = None
@@ -92,10 +135,7 @@ class Through:
         for turn in ("first", "again", "again"):
             if self._bench.left_s() < 10:
                 return
-            family = f"{turn}/{time.monotonic_ns()}"
-            ids = np.random.default_rng().permutation(count).tolist()
-            taken_s = self._store(family, ids)
-            self._row(STORE, turn, taken_s, count, 0)
+            family, ids = self.store(turn)
             self._cache.wipe()
             elsewhere = np.random.default_rng().permutation(count).tolist()
             taken_s = self._load(family, elsewhere)
@@ -106,6 +146,15 @@ class Through:
             self._sums = sums
             self._known = family
         self._both(family)
+
+    def store(self, turn: str, **more: object) -> tuple[str, list[int]]:
+        """Stores every block; returns the family of their names, and their order."""
+        count = self._cache.num_blocks
+        family = f"{turn}/{time.monotonic_ns()}"
+        ids = np.random.default_rng().permutation(count).tolist()
+        taken_s = self._store(family, ids)
+        self._row(STORE, turn, taken_s, count, 0, **more)
+        return family, ids
 
     def after_restart(self, begin: float, daemon: Daemon) -> None:
         """The daemon was killed at `begin`, and this is its successor on the same pool: how long until
@@ -165,7 +214,19 @@ class Through:
     def _parts(self, count: int) -> list[slice]:
         return [slice(first, first + self._per_transfer) for first in range(0, count, self._per_transfer)]
 
-    def _row(self, what: str, turn: str, taken_s: float, blocks: int, wrong: int | None) -> None:
+    def _lane(self, what: str) -> dict[str, float]:
+        """The rate of the lane while it copied, since the last call."""
+        if what == BOTH:
+            return {}
+        metrics = self._daemon.metrics()
+        now = tuple(metrics.get(f"kvtier_copy_{name}_total.{what}", 0.0) for name in ("bytes", "seconds"))
+        copied, seconds = (end - begin for end, begin in zip(now, self._lanes[what], strict=True))
+        self._lanes[what] = (now[0], now[1])
+        return {"lane_gb_per_s": gb_per_s(int(copied), seconds)} if seconds else {}
+
+    def _row(
+        self, what: str, turn: str, taken_s: float, blocks: int, wrong: int | None, **more: object
+    ) -> None:
         cache = self._cache
         rate = gb_per_s(blocks * cache.block_bytes, taken_s)
         self._bench.row(
@@ -178,4 +239,6 @@ class Through:
             gb_per_s=rate,
             ratio=rate / self._ceiling[{STORE: D2H, LOAD: H2D, BOTH: BOTH}[what]],
             wrong_blocks=wrong,
+            **self._lane(what),
+            **more,
         )

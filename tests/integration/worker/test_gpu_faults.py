@@ -103,7 +103,9 @@ async def test_a_copy_that_the_driver_refuses_fails_its_part_and_nothing_else(
     slots = (
         await rig.store(client, [5]) if direction is Direction.LOAD else rig.open(1, client.layout.slot_bytes)
     )
-    gpu.fake.arm(CALLS[mode], 1, INVALID_VALUE, rig.pid)
+    # Small fragments to the device never go in batches.
+    call = "cuMemcpy2DAsync_v2" if direction is Direction.LOAD else CALLS[mode]
+    gpu.fake.arm(call, 1, INVALID_VALUE, rig.pid)
     part, ticket = rig.post(client, direction, [0], slots)
     finished = await rig.finished(part)
     assert finished.outcome == PartOutcome.FAILED

@@ -23,16 +23,16 @@ class Clock:
 def test_chunks_are_small_while_an_engine_computes_and_large_again_afterwards() -> None:
     clock = Clock()
     pace = ChunkPace(LaneChunks(), clock)
-    large = (32 * MIB, 16 * MIB, 2)
-    assert (pace.bytes_of(load=True), pace.bytes_of(load=False), pace.flights) == large
+    large, small = (32 * MIB, 16 * MIB), (8 * MIB, 8 * MIB)
+    assert (pace.bytes_of(load=True), pace.bytes_of(load=False)) == large
     pace.stepped()
-    assert (pace.bytes_of(load=True), pace.bytes_of(load=False), pace.flights) == (4 * MIB, 4 * MIB, 1)
+    assert (pace.bytes_of(load=True), pace.bytes_of(load=False)) == small
     clock.now_s += STEPPING_S / 2
     pace.stepped()
     clock.now_s += STEPPING_S * 0.9
     assert pace.paced
     clock.now_s += STEPPING_S * 0.2
-    assert (pace.bytes_of(load=True), pace.bytes_of(load=False), pace.flights) == large
+    assert (pace.bytes_of(load=True), pace.bytes_of(load=False)) == large
 
 
 @pytest.mark.parametrize(("pacing", "paced"), [(Pacing.ALWAYS, True), (Pacing.NEVER, False)])
@@ -44,8 +44,8 @@ def test_pacing_can_be_chosen(pacing: Pacing, paced: bool) -> None:
 
 
 def test_a_paced_chunk_is_never_larger_than_the_usual_one() -> None:
-    pace = ChunkPace(LaneChunks(store_bytes=MIB, flights=5, pacing=Pacing.ALWAYS))
-    assert (pace.bytes_of(load=True), pace.bytes_of(load=False), pace.flights) == (4 * MIB, MIB, 1)
+    pace = ChunkPace(LaneChunks(store_bytes=MIB, pacing=Pacing.ALWAYS))
+    assert (pace.bytes_of(load=True), pace.bytes_of(load=False)) == (8 * MIB, MIB)
 
 
 @pytest.mark.fake_gpu

@@ -4,13 +4,14 @@ they have landed."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import DevicePlan, PoolRecords
-from kvtier_kernels.cuda import Copies, CudaError, Driver
+from kvtier_kernels.cuda import Copies, CopyMethod, CudaError, Driver
 
 from kvtierd.core.ids import Slots
 from kvtierd.workers.copy.device import Blocks, Flight
@@ -24,6 +25,18 @@ CHUNK_FRAGMENTS = 8_192
 """Two calls of the driver, which take about 4 ms where nothing can be merged."""
 
 
+U64 = npt.NDArray[np.uint64]
+
+Launch = Callable[[], None]
+"""Puts planned copies on the stream. Raises CudaError, and then some may be there."""
+
+FRAGMENTS_MIN_IN_BATCHES = 7
+"""A two-dimensional copy is worth it from so many fragments on; one by one, from two."""
+
+IN_COMMANDS_BYTES = 32 << 10
+"""A driver puts smaller sources in host memory into its commands. Measured: 24 KiB it does, 32 KiB not."""
+
+
 class SlotTakenError(Exception):
     """A slot was taken back while it was stored to, so the part keeps nothing."""
 
@@ -35,9 +48,8 @@ class Descriptors(Protocol):
     def how(self) -> str:
         """What the log says about it."""
 
-    def submit(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> None:
-        """Puts the copies on the stream. Raises ValueError, and then none is there, or CudaError, and then
-        some may be."""
+    def planned(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> Launch:
+        """Plans the copies. Raises ValueError."""
 
 
 class Batches:
@@ -50,15 +62,14 @@ class Batches:
         self._stream = stream
         self._to_device = to_device
 
-    def submit(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> None:
+    def planned(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> Launch:
         pool = self._pool
         device, host, sizes = plan.describe(
             block_ids, pool.address, pool.pool_bytes, slots, self._to_device, pool.borders
         )
         if self._to_device:
-            self._copies.to_device(device, host, sizes, self._stream)
-        else:
-            self._copies.to_host(host, device, sizes, self._stream)
+            return partial(self._copies.to_device, device, host, sizes, self._stream)
+        return partial(self._copies.to_host, host, device, sizes, self._stream)
 
 
 class Rows:
@@ -71,28 +82,52 @@ class Rows:
         self._stream = stream
         self._to_device = to_device
 
-    def submit(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> None:
+    def planned(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> Launch:
+        return partial(self._copy, *self._described(plan, block_ids, slots), self._stream)
+
+    def planned_if_worth_it(
+        self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots, fragments_min: int
+    ) -> Launch | None:
+        """As `planned`, or None if a copy would take the place of fewer fragments than these on average."""
+        arrays = self._described(plan, block_ids, slots)
+        rows = arrays[3]
+        worth_it = int(rows.sum()) >= fragments_min * len(rows)
+        return partial(self._copy, *arrays, self._stream) if worth_it else None
+
+    def _described(
+        self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots
+    ) -> tuple[U64, U64, U64, U64, U64, U64]:
         pool = self._pool
-        rows = plan.describe_rows(
+        return plan.describe_rows(
             block_ids, pool.address, pool.pool_bytes, slots, self._to_device, pool.borders
         )
-        self._copy(*rows, self._stream)
 
 
-class BySize:
-    """Copies blocks of small fragments in other ways than the rest."""
+class Cheapest:
+    """Two-dimensional copies where one takes the place of several fragments, else batches.
 
-    def __init__(self, small: Sequence[tuple[int, Descriptors]], others: Descriptors) -> None:
-        """`small`: the most bytes of a fragment, on average of a block, and the way; in rising order."""
-        kinds = [f"fragments up to {most >> 10} KiB by {way.how}" for most, way in small]
-        self.how = "; ".join([others.how, *kinds])
-        self._small = tuple(small)
-        self._others = others
+    On an H200, beyond the time of its bytes, a two-dimensional copy costs 3.2 µs however many rows it has, a
+    fragment in a batch 0.5 µs, and one in a loop 2.4 µs (tests/gpu/results, `shapes` and `batches`). Small
+    fragments to the device are worse in batches and in loops: the driver puts their bytes into its commands,
+    3 µs each, and such commands wait until the multiprocessors are this process's for a while: 2.4 ms beside
+    a busy engine, which stands still meanwhile (`slices`).
+    """
 
-    def submit(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> None:
-        fragment_bytes = plan.slot_bytes // plan.planes
-        ways = (way for most, way in self._small if fragment_bytes <= most)
-        next(ways, self._others).submit(plan, block_ids, slots)
+    def __init__(self, copies: Copies, pool: PoolRegistration, stream: int, to_device: bool) -> None:
+        self._batches = Batches(copies, pool, stream, to_device)
+        self._rows = Rows(copies, pool, stream, to_device)
+        self._to_device = to_device
+        self._fragments_min = 2 if copies.method is CopyMethod.LOOP else FRAGMENTS_MIN_IN_BATCHES
+        self.how = f"{self._batches.how}; fragments at equal distances by {self._rows.how}"
+
+    def planned(self, plan: DevicePlan, block_ids: npt.NDArray[np.uint32], slots: Slots) -> Launch:
+        small = self._to_device and plan.slot_bytes < IN_COMMANDS_BYTES * plan.planes
+        if plan.planes > 1 or small:
+            fragments_min = 1 if small else self._fragments_min
+            launch = self._rows.planned_if_worth_it(plan, block_ids, slots, fragments_min)
+            if launch is not None:
+                return launch
+        return self._batches.planned(plan, block_ids, slots)
 
 
 class GpuCopier:
@@ -113,7 +148,8 @@ class GpuCopier:
         flights_max: int,
     ) -> None:
         """With a `sealer` it copies stores, else loads. `fault` is called for every chunk, after its copy and
-        before the step that makes it count. `pace` never allows more than `flights_max`. Raises CudaError."""
+        before the step that makes it count. While `pace` says so, a chunk begins when the one before it has
+        landed. Raises CudaError."""
         self._driver = driver
         self._stream = stream
         self._descriptors = descriptors
@@ -121,6 +157,7 @@ class GpuCopier:
         self._pool = pool
         self._sealer = sealer
         self._fault = fault
+        self._flights_max = flights_max
         self._idle = [driver.event_create() for _ in range(flights_max)]
         self._flying: deque[int] = deque()
         self.how = descriptors.how
@@ -128,7 +165,7 @@ class GpuCopier:
 
     @property
     def depth(self) -> int:
-        return self._pace.flights
+        return self._flights_max
 
     @property
     def chunk_bytes(self) -> int:
@@ -153,7 +190,12 @@ class GpuCopier:
         event = self._idle.pop()
         try:
             with context_guard():
-                self._descriptors.submit(part.plan, block_ids, slots)
+                launch = self._descriptors.planned(part.plan, block_ids, slots)
+                if self._flying and self._pace.paced:
+                    # All that could be prepared is, so the engine's copies get little more than their turn.
+                    with must_succeed("waiting for a copy"):
+                        self._driver.event_synchronize(self._flying[-1])
+                launch()
                 self._driver.event_record(event, self._stream)
         except BaseException as error:
             self._idle.append(event)

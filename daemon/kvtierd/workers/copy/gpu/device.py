@@ -15,10 +15,9 @@ from kvtierd.memory import numa
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.status import StatusPage, StatusWord
 from kvtierd.workers.copy.device import Area, DeviceUnusableError
-from kvtierd.workers.copy.gpu.copying import Batches, BySize, Descriptors, GpuCopier, Rows
+from kvtierd.workers.copy.gpu.copying import Batches, Cheapest, Descriptors, GpuCopier, Rows
 from kvtierd.workers.copy.gpu.fatal import context_guard
 from kvtierd.workers.copy.gpu.imports import OUT_OF_MEMORY, GpuChunk, Imports
-from kvtierd.workers.copy.gpu.methods import MeasuredMethod, measured_methods
 from kvtierd.workers.copy.gpu.pacing import ChunkPace
 from kvtierd.workers.copy.gpu.registration import PoolRegistration
 from kvtierd.workers.copy.gpu.sealing import Sealer
@@ -115,7 +114,6 @@ class GpuDevice:
                         self._registration,
                         stream,
                         to_device=sealer is None,
-                        small=measured_methods(self._gpu.product, to_device=sealer is None),
                     ),
                     records,
                     self._registration,
@@ -216,17 +214,10 @@ def _find(driver: cuda.Driver, name: str) -> cuda.DeviceInfo:
 
 
 def descriptors_of(
-    driver: cuda.Driver,
-    method: str,
-    pool: PoolRegistration,
-    stream: int,
-    *,
-    to_device: bool,
-    small: Sequence[MeasuredMethod] = (),
+    driver: cuda.Driver, method: str, pool: PoolRegistration, stream: int, *, to_device: bool
 ) -> Descriptors:
-    """Returns how copies in one direction get to the driver. `method` is that of `GpuOptions`; `small` says
-    what suits small fragments, which auto heeds. Raises CudaUnavailableError if the driver cannot do what was
-    asked for."""
+    """Returns how copies in one direction get to the driver. `method` is that of `GpuOptions`. Raises
+    CudaUnavailableError if the driver cannot do what was asked for."""
     if method == "rows":
         return Rows(cuda.Copies(driver, cuda.CopyMethod.LOOP), pool, stream, to_device)
     copies = cuda.Copies(
@@ -239,13 +230,8 @@ def descriptors_of(
             f"the driver supports CUDA {driver.version_text}, which has no batched copies: set "
             "workers.gpu_copy_method to auto"
         )
-    usual = Batches(copies, pool, stream, to_device)
-    if method != "auto" or not small:
-        return usual
-    ways = {
-        one.method: descriptors_of(driver, one.method, pool, stream, to_device=to_device) for one in small
-    }
-    return BySize([(one.most_bytes, ways[one.method]) for one in small], usual)
+    kind = Cheapest if method == "auto" else Batches
+    return kind(copies, pool, stream, to_device)
 
 
 @contextmanager

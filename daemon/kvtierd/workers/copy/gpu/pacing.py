@@ -1,9 +1,10 @@
 """How much a lane of a GPU hands to the driver at a time.
 
-Copies of two processes on one copy engine are said to take turns of about a millisecond (Bakita and Anderson,
-RTAS 2024), and a lane that always has its next chunk on the stream leaves no gap. So each small copy of an
-engine's step, of sampled tokens or input ids, might wait for ours as long as a turn lasts. While engines
-compute, a lane therefore hands over one small chunk and waits until it has landed.
+Copies of two processes on one copy engine take turns of a millisecond (Bakita and Anderson, RTAS 2024;
+measured on an H200: `slices` in tests/gpu/results), and a lane that always has its next chunk on the stream
+never gives its turn up early. So each small copy of an engine's step, of sampled tokens or block tables,
+waits for ours as long as a turn lasts. While engines compute, a lane therefore hands over a smaller chunk,
+and the next one when that has landed.
 """
 
 import time
@@ -33,11 +34,6 @@ class ChunkPace:
         """Whether chunks are small now, and one at a time."""
         pacing = self._chunks.pacing
         return pacing is Pacing.ALWAYS or (pacing is Pacing.STEPPING and self._clock() < self._until_s)
-
-    @property
-    def flights(self) -> int:
-        """How many chunks a lane may have under way."""
-        return 1 if self.paced else self._chunks.flights
 
     def bytes_of(self, *, load: bool) -> int:
         """Returns how much data a chunk has."""
