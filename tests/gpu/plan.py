@@ -30,7 +30,7 @@ class Step:
 PROBE = Step("probe", "-", "What this machine can do", 60, 5)
 MATRIX = (
     Step("sharing", "s", "Which processes may open an engine's memory", 90, 15),
-    Step("slices", "b", "Calls and small copies beside another process", 120, 40, frozenset({"torch"}), True),
+    Step("slices", "b", "Calls and small copies beside another process", 120, 25, frozenset({"torch"}), True),
     Step("versions", "0", "Versions, NUMA, link, and what a context costs", 60, 10),
     Step("ceiling", "1", "The ceiling: one large pinned copy", 60, 10),
     Step(
@@ -47,7 +47,7 @@ MATRIX = (
         "k",
         "An engine's steps while kvtierd copies",
         120,
-        45,
+        30,
         frozenset({"torch"}),
         stands_in=True,
     ),

@@ -32,9 +32,11 @@ SHARDS: dict[str, list[str]] = {
     },
     "driver": ["tests/gpu/test_driver.py"],
     "contract, copies": [f"{CONTRACT}/test_copies.py", "-k", "auto"],
-    "contract, copies by loop and by rows": [f"{CONTRACT}/test_copies.py", "-k", "loop or rows"],
+    "contract, copies by loop": [f"{CONTRACT}/test_copies.py", "-k", "loop"],
+    "contract, copies by rows": [f"{CONTRACT}/test_copies.py", "-k", "rows"],
     "deaths": ["tests/gpu/test_deaths.py"],
-    "contract, gates and faults": [f"{CONTRACT}/test_gates.py", f"{CONTRACT}/test_faults.py"],
+    "contract, gates": [f"{CONTRACT}/test_gates.py"],
+    "contract, faults": [f"{CONTRACT}/test_faults.py"],
 }
 ALONE = {"memory given back": ["tests/gpu/test_memory_back.py"]}
 ALONE_S = 70.0
