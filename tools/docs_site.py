@@ -22,6 +22,7 @@ COPIED = (
     "docs/**/*",
     "examples/*",
     "tests/gpu/README.md",
+    "tests/gpu/results/*/README.md",
     "tests/fake_cuda/README.md",
     "deploy/**/*",
     "proto/**/*.proto",

@@ -10,7 +10,6 @@ import platform
 import resource
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,6 @@ def conditions() -> dict[str, Any]:
     """What else numbers depend on, read before anything is run."""
     return {
         "python": platform.python_version(),
-        "executable": sys.executable,
         "packages": {name: _version(name) for name in PACKAGES},
         "load_average": os.getloadavg()[0],
         "memory_available": _meminfo("MemAvailable"),

@@ -63,7 +63,9 @@ def prepare(build: str, wheels: Path | None, log: Path) -> Prepared:
             f"the project cannot be imported by {sys.executable}: {_complaint(environment)}\n"
             "Carry what is missing as wheels (--wheels DIR; tests/gpu/README.md), or build (--build always)."
         )
-    return Prepared(environment, facts | {"kvtier_kernels": where})
+    return Prepared(
+        environment, facts | {"kvtier_kernels": "private" if TARGET in Path(where).parents else "installed"}
+    )
 
 
 def with_path(environment: Mapping[str, str]) -> dict[str, str]:

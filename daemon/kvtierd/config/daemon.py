@@ -276,8 +276,9 @@ class WorkersConfig:
     )
     seal_threads: int = s.setting(
         _WORKERS.seal_threads,
-        partial(s.count, most=64),
-        "Threads of each GPU's worker that compute checksums of what was stored.",
+        partial(s.count, least=0, most=64),
+        "Threads of each GPU's worker that compute checksums of what was stored. 0: one for two processors, "
+        "2 to 8.",
     )
 
     def lane_chunks(self) -> LaneChunks:

@@ -26,10 +26,11 @@ ELSEWHERE = ("build", "dist")
 
 
 def pages() -> list[Path]:
-    """Every Markdown file of the repository."""
+    """Every Markdown file of the repository that somebody has written."""
     tops = [path for path in REPO.iterdir() if path.name not in ELSEWHERE and not path.name.startswith(".")]
     found = [path for top in tops if top.is_dir() for path in top.rglob("*.md")]
-    return sorted([*found, *(path for path in tops if path.suffix == ".md")])
+    written = [path for path in found if "results" not in path.parts or path.name == "README.md"]
+    return sorted([*written, *(path for path in tops if path.suffix == ".md")])
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--copy-method", choices=["auto", "batch", "loop", "rows"], default="auto", help="of a GPU"
     )
-    parser.add_argument("--seal-threads", type=int, default=2, help="of a GPU")
+    parser.add_argument("--seal-threads", type=int, default=0, help="of a GPU")
     usual = LaneChunks()
     parser.add_argument("--load-chunk-bytes", type=int, default=usual.load_bytes, help="of a GPU")
     parser.add_argument("--store-chunk-bytes", type=int, default=usual.store_bytes, help="of a GPU")

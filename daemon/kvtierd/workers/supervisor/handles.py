@@ -82,9 +82,9 @@ class WorkerOptions:
     """What workers are told on their command line, besides what they are and what they inherit."""
 
     gpu_copy_method: str = "auto"
-    """How a GPU's worker copies: "auto" (by driver version), "batch", "loop" or "rows"."""
-    seal_threads: int = 4
-    """Threads of a GPU's worker that compute checksums of what was stored."""
+    """How a GPU's worker copies: "auto" (what costs least), "batch", "loop" or "rows"."""
+    seal_threads: int = 0
+    """Threads of a GPU's worker that compute checksums of what was stored; 0: by its processors."""
     gpu_chunks: LaneChunks = field(default_factory=LaneChunks)
     """How much a GPU's worker hands to the driver at a time."""
     log_level: str = "info"
