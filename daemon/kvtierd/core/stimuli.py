@@ -486,7 +486,7 @@ class CoreLimits:
     """The fraction of the pool's bytes whose blocks may be held for a time, for all instances together."""
     hold_s_max: float = 3_600.0
     """Blocks are held no longer than this at a time."""
-    lease_ttl_s: float = 10.0
+    lease_ttl_s: float = 15.0
     """A lease ends this long after its instance's last heartbeat."""
     lease_lifetime_s: float = 600.0
     """A lease ends this long after it was granted, however often it is renewed."""
