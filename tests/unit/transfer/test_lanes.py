@@ -40,6 +40,7 @@ class Wire:
     """A copier whose flights land when the test says so."""
 
     chunk_bytes = BLOCKS * 10
+    shared_chunk_bytes = 10
     chunk_fragments = 1_000
 
     def __init__(self, depth: int) -> None:
@@ -201,6 +202,7 @@ def test_sessions_take_turns_chunk_by_chunk(bench: Bench) -> None:
 
 def test_turns_go_round_by_tenant_and_then_by_session(bench: Bench) -> None:
     """However many sessions a tenant has, another tenant's has every other turn."""
+    bench.load.shared_chunk_bytes = bench.load.chunk_bytes
     crowd = [session(number, tenant=1) for number in (1, 2, 3)]
     victim = session(9, tenant=2)
     for one in crowd:
@@ -212,10 +214,49 @@ def test_turns_go_round_by_tenant_and_then_by_session(bench: Bench) -> None:
     assert [number for number, _ in bench.load.submitted] == [10, 60, 20, 60, 30, 60, 10, 20, 30]
 
 
+def test_while_two_tenants_have_work_each_waits_for_a_small_chunk_of_the_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtierd.workers.copy.lanes.SHARED_S", 0.01)
+    crowd, victim = session(1, tenant=1), session(2, tenant=2)
+    bench.post(1, crowd, 2 * BLOCKS)
+    bench.lanes.start()
+    until(lambda: len(bench.load.submitted) == 2)  # large, as ever: nobody else is there
+    bench.post(3, crowd, 3)
+    bench.post(2, victim, 2)
+    bench.load.let_land(8)
+    until(lambda: len(bench.ends) == 3)
+    assert bench.load.submitted[:5] == [(1, 0), (1, 4), (3, 0), (2, 0), (3, 1)]
+    time.sleep(0.02)  # the victim is gone
+    bench.post(4, crowd, BLOCKS)
+    bench.load.let_land(1)
+    until(lambda: 4 in bench.ends)
+    assert bench.load.submitted[-1] == (4, 0)
+
+
+def test_chunks_stay_small_between_two_loads_of_another_tenant(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next load will wait for the chunk that is under way then, and has one chunk itself."""
+    monkeypatch.setattr("kvtierd.workers.copy.lanes.SHARED_S", 3600.0)
+    crowd, victim = session(1, tenant=1), session(2, tenant=2)
+    bench.post(1, crowd, BLOCKS)
+    bench.lanes.start()
+    until(lambda: bench.load.submitted)
+    bench.post(2, victim, 1)
+    bench.load.let_land(2)
+    until(lambda: len(bench.ends) == 2)
+    bench.post(3, crowd, 3)
+    bench.load.let_land(3)
+    until(lambda: 3 in bench.ends)
+    assert bench.load.submitted == [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2)]
+
+
 @pytest.mark.parametrize("others_tenant", [1, 2])
 def test_a_store_waits_for_loads_of_its_own_session_and_not_for_those_of_others(
     bench: Bench, others_tenant: int
 ) -> None:
+    bench.store.shared_chunk_bytes = bench.store.chunk_bytes
     loading, other = session(1, tenant=1), session(2, tenant=others_tenant)
     bench.post(1, loading, 50 * BLOCKS)
     bench.lanes.start()

@@ -57,6 +57,11 @@ class Copier(Protocol):
         """Data of one chunk, as of now; a chunk has at least one block."""
 
     @property
+    def shared_chunk_bytes(self) -> int:
+        """The same while several tenants use the lane, each of which waits for the others' chunks; not more
+        than `chunk_bytes`."""
+
+    @property
     def chunk_fragments(self) -> int:
         """Fragments of one chunk; a chunk has at least one block."""
 

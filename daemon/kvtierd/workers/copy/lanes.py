@@ -2,7 +2,8 @@
 
 A lane works in chunks: it starts the next chunk of the session whose turn it is, and lands the oldest one. So
 no session waits for another's large part, and the device always has its next chunk. Turns go round by tenant,
-and within a tenant by session, so a tenant gets no more by having more sessions.
+and within a tenant by session, so a tenant gets no more by having more sessions. A turn is a chunk, and the
+others wait for all of it, so chunks are smaller while several tenants use a lane.
 """
 
 import itertools
@@ -33,6 +34,10 @@ CPU), and not nothing."""
 
 FULL_POLL_S = 0.05
 """Time between looks at a copier that is full, in case nobody reports that it has room."""
+
+SHARED_S = 1.0
+"""A lane counts as shared for so long after two tenants last had work in it. A small load is one chunk, so
+between two of them the lane has the other tenant's work alone, and starts what the next one will wait for."""
 
 LANE_DIED_STATUS = 70
 
@@ -83,6 +88,10 @@ class _Lane:
         session."""
         self.active: Counter[MappedSession] = Counter()
         """How many parts of each session are runnable, or have started and not ended."""
+        self.tenants: Counter[int] = Counter()
+        """The same of each tenant."""
+        self.shared_until_s = 0.0
+        """Until when the lane counts as shared by several tenants."""
         self.flights: deque[Flight] = deque()
         """Chunks under way, oldest first. This and what follows is used by the lane's thread only, except
         `any_abandoned`."""
@@ -97,18 +106,24 @@ class _Lane:
     def busy(self) -> bool:
         return bool(self.active)
 
-    def add(self, part: PartTask) -> None:
+    def add(self, part: PartTask, now_s: float) -> None:
         if part.session not in self.runnable:
             self.runnable[part.session] = deque()
             self.turns.setdefault(part.session.tenant, deque()).append(part.session)
         self.runnable[part.session].append(part)
         self.active[part.session] += 1
+        self.tenants[part.session.tenant] += 1
+        self._notice_sharing(now_s)
 
     def over(self, part: PartTask) -> None:
         """The part is not active any more."""
         self.active[part.session] -= 1
         if not self.active[part.session]:
             del self.active[part.session]
+        tenant = part.session.tenant
+        self.tenants[tenant] -= 1
+        if not self.tenants[tenant]:
+            del self.tenants[tenant]
 
     def take(self, wanted: Callable[[PartTask], bool]) -> list[PartTask]:
         """Takes out the runnable parts that have not started and for which `wanted` is true."""
@@ -150,7 +165,7 @@ class _Lane:
             self.any_abandoned = False
         return None
 
-    def next_chunk(self, session: MappedSession) -> _Submit:
+    def next_chunk(self, session: MappedSession, now_s: float) -> _Submit:
         """The session's next chunk. Then it is the others' turn."""
         part = self.runnable[session][0]
         sessions = self.turns[session.tenant]
@@ -159,17 +174,24 @@ class _Lane:
         self.turns.move_to_end(session.tenant)
         part.state = PartTaskState.RUNNING
         first = 0 if part.run is None else part.run.submitted
-        last = min(first + self._blocks(part), len(part.block_ids))
+        last = min(first + self._blocks(part, now_s), len(part.block_ids))
         if last == len(part.block_ids):
             self.drop(part)
         return _Submit(part, slice(first, last) if last > first else None)
 
-    def _blocks(self, part: PartTask) -> int:
+    def _blocks(self, part: PartTask, now_s: float) -> int:
         """How many blocks one chunk of a part has."""
         if part.plan is None:
             return 0
-        by_bytes = self.copier.chunk_bytes // max(1, part.plan.slot_bytes)
+        self._notice_sharing(now_s)
+        shared = now_s < self.shared_until_s
+        chunk_bytes = self.copier.shared_chunk_bytes if shared else self.copier.chunk_bytes
+        by_bytes = chunk_bytes // max(1, part.plan.slot_bytes)
         return max(1, min(by_bytes, self.copier.chunk_fragments // max(1, part.plan.planes)))
+
+    def _notice_sharing(self, now_s: float) -> None:
+        if len(self.tenants) > 1:
+            self.shared_until_s = now_s + SHARED_S
 
 
 class Lanes:
@@ -205,10 +227,11 @@ class Lanes:
     def submit(self, part: PartTask) -> None:
         """Queues a part, behind its doorbell if it has one. Call it with the lock held."""
         lane = self._load if part.is_load else self._store
+        now_s = time.monotonic()
         if part.doorbell is None:
-            lane.add(part)
+            lane.add(part, now_s)
         else:
-            lane.gates.add(part, time.monotonic())
+            lane.gates.add(part, now_s)
         lane.wake.notify_all()
 
     def withdraw(self, wanted: Callable[[PartTask], bool]) -> list[PartTask]:
@@ -277,7 +300,7 @@ class Lanes:
                 now_s = time.monotonic()
                 opened = lane.gates.opened(now_s)
                 for part in opened:
-                    lane.add(part)
+                    lane.add(part, now_s)
                 if opened and lane is self._store:  # loads may start in steps that compute nothing
                     self._device.engine_stepped()
                 unstarted = lane.gates.swept(now_s)
@@ -294,7 +317,7 @@ class Lanes:
                     session, hold_s = self._turn(lane, now_s)
                     if hold_s <= 0:
                         lane.yields_until_s.pop(session, None)
-                        return lane.next_chunk(session)
+                        return lane.next_chunk(session, now_s)
                     wait_s = hold_s if wait_s is None else min(wait_s, hold_s)
                 if lane.flights:
                     return _Land()

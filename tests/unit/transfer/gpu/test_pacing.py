@@ -35,6 +35,17 @@ def test_chunks_are_small_while_an_engine_computes_and_large_again_afterwards() 
     assert (pace.bytes_of(load=True), pace.bytes_of(load=False)) == large
 
 
+def test_chunks_that_other_tenants_wait_for_are_smaller_but_no_smaller_than_paced_ones() -> None:
+    clock = Clock()
+    pace = ChunkPace(LaneChunks(), clock)
+    assert LaneChunks().paced_bytes <= pace.bytes_of(load=True, shared=True) < pace.bytes_of(load=True)
+    assert pace.bytes_of(load=False, shared=True) == pace.bytes_of(load=False)
+    pace.stepped()
+    assert pace.bytes_of(load=True, shared=True) == LaneChunks().paced_bytes
+    small = ChunkPace(LaneChunks(load_bytes=MIB), clock)
+    assert small.bytes_of(load=True, shared=True) == MIB
+
+
 @pytest.mark.parametrize(("pacing", "paced"), [(Pacing.ALWAYS, True), (Pacing.NEVER, False)])
 def test_pacing_can_be_chosen(pacing: Pacing, paced: bool) -> None:
     pace = ChunkPace(LaneChunks(pacing=pacing), Clock())

@@ -171,6 +171,10 @@ class GpuCopier:
     def chunk_bytes(self) -> int:
         return self._pace.bytes_of(load=self._sealer is None)
 
+    @property
+    def shared_chunk_bytes(self) -> int:
+        return self._pace.bytes_of(load=self._sealer is None, shared=True)
+
     def is_full(self) -> bool:
         return self._sealer is not None and self._sealer.is_full()
 

@@ -16,6 +16,12 @@ STEPPING_S = 0.5
 """An engine counts as computing for so long after a step whose blocks are stored. With few requests, a block
 of tokens is full only every few hundred milliseconds."""
 
+SHARED_BYTES = 16 << 20
+"""The most of one chunk while several tenants use a lane, which wait for each other's chunks: 0.3 ms at 54
+GB/s, in which this process can prepare the next one (0.1 to 0.2 ms). Much less, such as the CPU's chunk or a
+paced one, would leave the link idle between chunks. Nor is it needed: the GPU moves the data, so a chunk
+takes no longer where processor time is short."""
+
 
 class ChunkPace:
     """What the chunks of both lanes are to be now. Called from both lanes' threads."""
@@ -35,8 +41,10 @@ class ChunkPace:
         pacing = self._chunks.pacing
         return pacing is Pacing.ALWAYS or (pacing is Pacing.STEPPING and self._clock() < self._until_s)
 
-    def bytes_of(self, *, load: bool) -> int:
-        """Returns how much data a chunk has."""
+    def bytes_of(self, *, load: bool, shared: bool = False) -> int:
+        """Returns how much data a chunk has; `shared`: in a lane that several tenants use."""
         chunks = self._chunks
-        usual = chunks.load_bytes if load else chunks.store_bytes
-        return min(usual, chunks.paced_bytes) if self.paced else usual
+        most = chunks.load_bytes if load else chunks.store_bytes
+        if shared:
+            most = min(most, SHARED_BYTES)
+        return min(most, chunks.paced_bytes) if self.paced else most
