@@ -84,8 +84,8 @@ async def test_chunks_are_small_while_an_engine_computes(start_rig: StartRig, gp
     rig = await start_rig(pool_bytes=POOL)
     client = await rig.client(BIG)
     assert await submissions(rig, gpu, client) == 2
-    assert await submissions(rig, gpu, client, doorbell=0) == 6, "after a step of the engine"
-    assert await submissions(rig, gpu, client) == 6, "and a moment later still"
+    assert await submissions(rig, gpu, client, doorbell=0) == 3, "after a step of the engine"
+    assert await submissions(rig, gpu, client) == 3, "and a moment later still"
     await asyncio.sleep(STEPPING_S)
     assert await submissions(rig, gpu, client) == 2
 
