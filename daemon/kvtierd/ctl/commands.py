@@ -34,6 +34,7 @@ from kvtierd.ctl.lists import engines as list_engines
 from kvtierd.ctl.lists import namespaces as list_namespaces
 from kvtierd.ctl.messages import as_plain, to_json, to_json_list
 from kvtierd.ctl.remote import remote
+from kvtierd.ctl.simulate import simulate
 from kvtierd.ctl.status import page as status_page
 from kvtierd.ctl.terminal import console, plain, show, whole_screen
 from kvtierd.ctl.text import count, drained, reloaded, scrub_line, scrubbed
@@ -75,6 +76,7 @@ def main() -> None:
 main.add_command(doctor)
 main.add_command(completion)
 main.add_command(remote)
+main.add_command(simulate)
 
 
 _socket_option = socket_options(SOCKET_HELP, expose=True)

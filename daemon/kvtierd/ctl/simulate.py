@@ -1,0 +1,85 @@
+"""The command `kvtierctl simulate`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from kvtierd.cli import interrupts
+from kvtierd.config import settings
+from kvtierd.ctl.terminal import show
+
+T = TypeVar("T")
+EXIT_USAGE = 2
+CAPACITIES = "0.5%,1%,2%,5%,10%,25%,50%,100%"
+
+
+@click.command()
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--capacity",
+    default=CAPACITIES,
+    show_default=True,
+    metavar="SIZES",
+    help="How much is kept, separated by commas: in percent of the trace's different blocks, as a number of "
+    "blocks, or in bytes.",
+)
+@click.option(
+    "--policy", default="lru,optimum", show_default=True, metavar="NAMES", help="What decides what is kept."
+)
+@click.option("--block-bytes", metavar="SIZE", help="What a block takes, for capacities in bytes.")
+@click.option(
+    "--prefill-rate",
+    "prefill_tokens_per_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS",
+    help="How many tokens a second the engine computes, to say what hits save.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
+def simulate(
+    trace: Path,
+    capacity: str,
+    policy: str,
+    block_bytes: str | None,
+    prefill_tokens_per_s: float | None,
+    as_json: bool,
+) -> None:
+    """Say what a trace of requests would have hit with pools of other sizes.
+
+    TRACE has lines of JSON as Mooncake publishes them (hash_ids, input_length, timestamp; compressed by gzip
+    or not), or is an archive of numpy arrays (parent, leaf, intok, ts). It is replayed through the daemon's
+    own core, with an engine that has no cache of its own. No daemon need run. Policies: lru is what the
+    daemon does; optimum knows the future and shows what is left to win.
+    """
+    # Imported only here, because no other command needs the core.
+    from rich.console import Console
+
+    from kvtierd.ctl.simulation import capacities, page, policies, results_as_json, simulated
+    from kvtierd.simulate.traces import TraceError, read
+
+    interrupts.instead("kvtierctl: interrupted")
+    try:
+        requests = read(trace)
+    except (TraceError, OSError) as error:
+        click.echo(f"kvtierctl: no trace: {error}", err=True)
+        raise SystemExit(EXIT_USAGE) from None
+    bytes_of_block = None if block_bytes is None else _parsed("--block-bytes", settings.size, block_bytes)
+    if bytes_of_block == 0:
+        raise click.BadParameter("a block has at least one byte", param_hint="--block-bytes")
+    names = _parsed("--policy", policies, policy)
+    sizes = _parsed("--capacity", lambda text: capacities(text, requests, bytes_of_block), capacity)
+    results = simulated(requests, names, sizes, Console(stderr=True))
+    if as_json:
+        click.echo(json.dumps(results_as_json(requests, results, prefill_tokens_per_s), indent=2))
+    else:
+        show(page(requests, results, prefill_tokens_per_s))
+
+
+def _parsed(option: str, parse: Callable[[str], T], text: str) -> T:
+    """Reads an option's value. Raises BadParameter, which names the option."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None

@@ -1,0 +1,124 @@
+"""What `kvtierctl simulate` reads from its command line, does, and shows."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvtierd.config import settings
+from kvtierd.ctl.text import count
+from kvtierd.simulate.results import POLICIES, Outcome, outcome
+from kvtierd.simulate.traces import Trace
+
+Results = dict[str, dict[str, Outcome]]
+"""By policy, and by capacity as it was written."""
+
+
+def policies(text: str) -> tuple[str, ...]:
+    """Reads names separated by commas. Raises ValueError."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in POLICIES]
+    if unknown or not names:
+        wrong = ", ".join(unknown) if unknown else repr(text)
+        raise ValueError(f"there is no policy {wrong}: write some of {', '.join(POLICIES)}")
+    return names
+
+
+def capacities(text: str, trace: Trace, block_bytes: int | None) -> dict[str, int]:
+    """Reads sizes separated by commas, each in percent of the trace's different blocks (rounded down), as a
+    number of blocks, or in bytes. Returns blocks by what was written. Raises ValueError."""
+    found: dict[str, int] = {}
+    for written in filter(None, (part.strip() for part in text.split(","))):
+        blocks = _blocks(written, trace, block_bytes)
+        if blocks < 1:
+            raise ValueError(f"{written} of {count(trace.blocks, 'block')} is less than one block")
+        found[written] = blocks
+    if not found:
+        raise ValueError("write sizes such as 1%, 20000 (blocks) or 64GiB")
+    return found
+
+
+def _blocks(written: str, trace: Trace, block_bytes: int | None) -> int:
+    try:
+        if written.endswith("%"):
+            share = float(written[:-1])
+            if not (math.isfinite(share) and share > 0):
+                raise ValueError
+            return math.floor(share / 100 * trace.blocks + 1e-9)
+        if written.isdecimal():
+            return int(written)
+        size = settings.size(written)
+    except ValueError:
+        raise ValueError(f"{written!r} is no size: write one such as 1%, 20000 (blocks) or 64GiB") from None
+    if block_bytes is None:
+        raise ValueError(f"{written} says bytes: say how many a block has (--block-bytes)")
+    return size // block_bytes
+
+
+def simulated(trace: Trace, names: Sequence[str], sizes: dict[str, int], progress_on: Console) -> Results:
+    """Replays the trace with each policy and size, and shows how far it is."""
+    paths = list(trace.paths())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    found: Results = {name: {} for name in names}
+    with Progress(*columns, console=progress_on, disable=not progress_on.is_terminal, transient=True) as bars:
+        for name in names:
+            for written, blocks in sizes.items():
+                bar = bars.add_task(f"{name}, {written}", total=trace.requests)
+                found[name][written] = outcome(
+                    trace,
+                    paths,
+                    name,
+                    blocks,
+                    lambda done, bar=bar: bars.advance(bar, done),  # type: ignore[misc]
+                )
+                bars.remove_task(bar)
+    return found
+
+
+def results_as_json(trace: Trace, results: Results, prefill_tokens_per_s: float | None) -> dict[str, Any]:
+    """One object: by policy and capacity, and `trace`, which says what was replayed."""
+    about = {"name": trace.name, "requests": trace.requests, "blocks": trace.blocks}
+    about |= {"block_tokens": trace.block_tokens, "tokens": int(trace.tokens.sum())}
+    found: dict[str, Any] = {"trace": about}
+    for name, by_size in results.items():
+        found[name] = {written: asdict(each) for written, each in by_size.items()}
+        if prefill_tokens_per_s is not None:
+            for written, each in by_size.items():
+                found[name][written]["prefill_saved_s"] = each.hit_tokens / prefill_tokens_per_s
+    return found
+
+
+def page(trace: Trace, results: Results, prefill_tokens_per_s: float | None) -> Table:
+    """For people: a row for each policy and size."""
+    table = Table(box=None, header_style="bold", title_justify="left", title_style="")
+    hours = float(trace.arrival_s[-1]) / 3_600
+    table.title = (
+        f"{trace.name}: {count(trace.requests, 'request')} in {hours:.1f} h, "
+        f"{int(trace.tokens.sum()):,} tokens, {count(trace.blocks, 'different block')} "
+        f"of {trace.block_tokens} tokens"
+    )
+    for name in ("policy", "capacity"):
+        table.add_column(name)
+    for name in ("blocks", "tokens hit", "blocks hit", "blocks stored"):
+        table.add_column(name, justify="right")
+    if prefill_tokens_per_s is not None:
+        table.add_column("prefill saved", justify="right")
+    for name, by_size in results.items():
+        for written, each in by_size.items():
+            table.add_row(*_cells(name, written, each, prefill_tokens_per_s))
+    return table
+
+
+def _cells(name: str, written: str, each: Outcome, prefill_tokens_per_s: float | None) -> Iterator[str]:
+    yield name
+    yield written
+    yield f"{each.capacity_blocks:,}"
+    yield f"{each.prefix_token_hit_rate:.2%}"
+    yield f"{each.block_hit_rate:.2%}"
+    yield f"{each.inserts:,}"
+    if prefill_tokens_per_s is not None:
+        yield f"{each.hit_tokens / prefill_tokens_per_s:,.0f} s"

@@ -1,0 +1,132 @@
+"""A host whose copies take no time: the daemon's own core with one engine, and a worker that ends whatever it
+is given at once."""
+
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+from kvtier_kernels import BlockTable
+
+from kvtierd.core.actions import Attached, LookupReply, PostPart, Reply
+from kvtierd.core.blocks.slots import PoolGeometry
+from kvtierd.core.ids import (
+    PAGE_BYTES,
+    Epoch,
+    Hashes,
+    PartId,
+    Rank,
+    RegistrationId,
+    SessionId,
+    Ticket,
+    WorkerId,
+)
+from kvtierd.core.machine import Machine
+from kvtierd.core.stimuli import (
+    AttachSession,
+    BlockQuery,
+    CoreIntegrity,
+    CoreLimits,
+    GroupGeometry,
+    LookupBlocks,
+    PartFinished,
+    PartOutcome,
+    RegisterMemory,
+    RegisterWords,
+    SessionRole,
+    Signals,
+    Stimulus,
+    SubmitStore,
+    WorkerLive,
+)
+
+SLOT_BYTES = PAGE_BYTES
+"""A block's size changes nothing while all have the same."""
+EXTENT_BYTES = 1 << 20
+HASH_BYTES = 32
+ENGINE_BLOCKS = 1 << 20
+PART_WORDS = 16
+_NOTHING_FAILED = np.empty(0, np.uint32)
+
+
+class SimulatedHost:
+    """Serves requests one after another, each as an engine without a cache of its own makes it: it asks for
+    its prompt, and stores what was missing."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        """An empty host that keeps so many blocks."""
+        per_extent = PoolGeometry(1, EXTENT_BYTES, PAGE_BYTES).slots_per_extent(SLOT_BYTES)
+        geometry = PoolGeometry(-(-capacity_blocks // per_extent), EXTENT_BYTES, 2 << 20)
+        pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
+        self.now_s = 0.0
+        """The time of the trace."""
+        self.inserts = 0
+        """Blocks that were stored."""
+        self._limits = CoreLimits()
+        self._machine = Machine(
+            BlockTable(capacity_blocks, pages, seed=0),
+            lambda: self.now_s,
+            self._limits,
+            geometry,
+            integrity=CoreIntegrity(sample_bytes_per_s=0, remembered_blocks=1),
+        )
+        self._tickets = itertools.count(1)
+        self._worker = WorkerId(1)
+        self._session = SessionId(1)
+        self._do(WorkerLive(self._worker, "cpu"))
+        attached = self._do(
+            AttachSession(
+                session=self._session,
+                instance="simulated",
+                role=SessionRole.SCHEDULER | SessionRole.RANK,
+                rank=Rank(0),
+                world_size=1,
+                namespace_fields=b"simulated",
+                hash_bytes=HASH_BYTES,
+                model="simulated",
+                groups=(GroupGeometry(1, 1, 0, ((SLOT_BYTES, "block"),)),),
+            )
+        )
+        assert isinstance(attached, Attached)
+        self._epoch: Epoch = attached.epoch
+        self._do(RegisterWords(self._session, self._worker, 1, PART_WORDS))
+        self._do(RegisterMemory(self._session, self._worker, RegistrationId(1), (ENGINE_BLOCKS,), 1))
+
+    def request(self, hashes: Hashes) -> int:
+        """One prompt, of these blocks. Returns how many of its first blocks were there."""
+        found = 0
+        for first in range(0, len(hashes), self._limits.lookup_hashes_max):
+            part = hashes[first : first + self._limits.lookup_hashes_max]
+            reply = self._do(LookupBlocks(self._session, self._epoch, (BlockQuery(0, part),), lease=False))
+            assert isinstance(reply, LookupReply)
+            found += reply.groups[0].hits
+            if reply.groups[0].hits < len(part):
+                break
+        # With what is there already, so that the beginning of a prompt is the most recent of it.
+        most = self._limits.transfer_blocks_max
+        for first in range((len(hashes) - 1) // most * most, -1, -most):
+            self._store(hashes[first : first + most])
+        return found
+
+    def _store(self, hashes: Hashes) -> None:
+        number = next(self._tickets)
+        signals = Signals(Ticket(number), number % PART_WORDS, gated=False)
+        block_ids = np.arange(len(hashes), dtype=np.uint32)
+        self._do(SubmitStore(self._session, self._epoch, signals, 0, hashes, block_ids))
+
+    def _do(self, stimulus: Stimulus) -> Reply:
+        """Handles it, and whatever the worker says to it."""
+        reply, actions = self._machine.handle(stimulus)
+        for part in [action for action in actions if isinstance(action, PostPart)]:
+            self.inserts += len(part.block_ids)
+            self._ended(part.part)
+        return reply
+
+    def _ended(self, part: PartId) -> None:
+        self._machine.handle(PartFinished(self._worker, part, PartOutcome.DONE, _NOTHING_FAILED))
+
+
+def hashes_of(blocks: npt.NDArray[np.int64]) -> Hashes:
+    """Hashes of blocks that are known by their numbers."""
+    rows = np.zeros((len(blocks), HASH_BYTES), np.uint8)
+    rows[:, :8] = blocks.astype("<u8").view(np.uint8).reshape(-1, 8)
+    return rows

@@ -1,0 +1,68 @@
+"""What a trace would have hit with a cache of a size under a policy."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtierd.simulate import optimum
+from kvtierd.simulate.host import SimulatedHost, hashes_of
+from kvtierd.simulate.traces import I64, Trace
+
+LRU, OPTIMUM = "lru", "optimum"
+POLICIES = {
+    LRU: "what has not been used for longest goes first, ends of prompts before their beginnings",
+    OPTIMUM: "the most that any policy could hit, which knows the future",
+}
+TELL_EVERY = 64
+"""Requests between two calls of `progress`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One policy with one size."""
+
+    capacity_blocks: int
+    prefix_token_hit_rate: float
+    """Of all tokens of all prompts, those in blocks that were there, from the beginning of the prompt on."""
+    block_hit_rate: float
+    """The same for blocks."""
+    hit_tokens: int
+    inserts: int
+    """Blocks that were stored."""
+
+
+Progress = Callable[[int], None]
+"""Is told how many more requests are done."""
+
+
+def outcome(
+    trace: Trace, paths: Sequence[I64], policy: str, capacity_blocks: int, progress: Progress
+) -> Outcome:
+    """Replays a trace, whose paths these are, on an empty cache that keeps at least one block."""
+    if policy == OPTIMUM:
+        found, inserts = optimum.hits(paths, trace.blocks, capacity_blocks)
+        progress(trace.requests)
+    else:
+        host = SimulatedHost(capacity_blocks)
+        found = list(_replayed(host, trace, paths, progress))
+        inserts = host.inserts
+    hit_tokens = sum(
+        trace.hit_tokens(number, blocks, len(path))
+        for number, (blocks, path) in enumerate(zip(found, paths, strict=True))
+    )
+    return Outcome(
+        capacity_blocks,
+        hit_tokens / int(trace.tokens.sum()),
+        sum(found) / sum(map(len, paths)),
+        hit_tokens,
+        inserts,
+    )
+
+
+def _replayed(host: SimulatedHost, trace: Trace, paths: Sequence[I64], progress: Progress) -> Iterator[int]:
+    """For each request how many of its first blocks were there."""
+    for number, (path, arrival_s) in enumerate(zip(paths, trace.arrival_s.tolist(), strict=True), 1):
+        host.now_s = arrival_s
+        yield host.request(hashes_of(path))
+        if number % TELL_EVERY == 0:
+            progress(TELL_EVERY)
+    progress(trace.requests % TELL_EVERY)

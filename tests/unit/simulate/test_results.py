@@ -1,0 +1,129 @@
+"""Hit rates: of the daemon's core beside a plain model of its order, and of the optimum beside every possible
+choice."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from kvtierd.simulate import optimum
+from kvtierd.simulate.host import SimulatedHost, hashes_of
+from kvtierd.simulate.results import LRU, OPTIMUM, outcome
+from kvtierd.simulate.traces import Trace, read
+
+from tests.unit.simulate.conftest import MakeTrace, real_trace
+
+
+def tail_first(trace: Trace, capacity: int) -> list[int]:
+    """Hits of each request under plain LRU that touches a prompt from its end to its beginning."""
+    order: OrderedDict[int, None] = OrderedDict()
+    found = []
+    for path in trace.paths():
+        chain = path.tolist()
+        hits = next((number for number, block in enumerate(chain) if block not in order), len(chain))
+        found.append(hits)
+        for block in chain[:capacity][::-1]:
+            order.pop(block, None)
+            order[block] = None
+        while len(order) > capacity:
+            order.popitem(last=False)
+    return found
+
+
+def best(chains: list[list[int]], capacity: int) -> int:
+    """The most hits that any choice of what to keep can have."""
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    for chain in chains:
+        coming: dict[frozenset[int], int] = {}
+        for kept, hits in states.items():
+            found = next((number for number, block in enumerate(chain) if block not in kept), len(chain))
+            there = sorted(kept | set(chain))
+            for size in range(min(capacity, len(there)) + 1):
+                for choice in itertools.combinations(there, size):
+                    state = frozenset(choice)
+                    coming[state] = max(coming.get(state, 0), hits + found)
+        states = coming
+    return max(states.values())
+
+
+def no_progress(done: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("capacity", [1, 3, 10, 40, 1_000])
+def test_the_core_hits_what_tail_first_lru_hits(make_trace: MakeTrace, seed: int, capacity: int) -> None:
+    trace = make_trace(seed, requests=200)
+    host = SimulatedHost(capacity)
+    found = []
+    for path, arrival_s in zip(trace.paths(), trace.arrival_s.tolist(), strict=True):
+        host.now_s = arrival_s
+        found.append(host.request(hashes_of(path)))
+    assert found == tail_first(trace, capacity)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_choice_hits_more_than_the_optimum(make_trace: MakeTrace, seed: int) -> None:
+    trace = make_trace(seed, requests=7, sessions=3, step_max=3)
+    paths = list(trace.paths())
+    for capacity in range(1, 5):
+        found, _ = optimum.hits(paths, trace.blocks, capacity)
+        assert sum(found) == best([path.tolist() for path in paths], capacity)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_optimum_is_never_less_than_what_the_core_hits(make_trace: MakeTrace, seed: int) -> None:
+    trace = make_trace(seed, requests=150)
+    paths = list(trace.paths())
+    for capacity in (2, 8, 30):
+        of_core = outcome(trace, paths, LRU, capacity, no_progress)
+        most = outcome(trace, paths, OPTIMUM, capacity, no_progress)
+        assert most.block_hit_rate >= of_core.block_hit_rate
+        assert most.inserts <= of_core.inserts
+
+
+def test_with_room_for_everything_all_hit_what_was_there_before(make_trace: MakeTrace) -> None:
+    trace = make_trace(1)
+    paths = list(trace.paths())
+    ways = [outcome(trace, paths, name, trace.blocks, no_progress) for name in (LRU, OPTIMUM)]
+    assert ways[0].hit_tokens == ways[1].hit_tokens > 0
+    assert ways[0].inserts == trace.blocks
+
+
+def test_progress_adds_up_to_all_requests(make_trace: MakeTrace) -> None:
+    trace = make_trace(2, requests=130)
+    for name in (LRU, OPTIMUM):
+        told: list[int] = []
+        outcome(trace, list(trace.paths()), name, 4, told.append)
+        assert sum(told) == 130
+
+
+def test_a_prompt_longer_than_a_lookup_and_a_store_may_be() -> None:
+    host = SimulatedHost(100_000)
+    chain = hashes_of(np.arange(70_000))
+    assert host.request(chain) == 0
+    assert host.request(chain) == 70_000
+    assert host.inserts == 70_000
+
+
+@pytest.mark.parametrize(
+    ("name", "percent", "policy", "digits"),
+    [
+        ("mooncake", 1, LRU, "5.35"),
+        ("mooncake", 10, LRU, "28.44"),
+        ("mooncake", 1, OPTIMUM, "25.12"),
+        ("claude", 1, LRU, "31.78"),
+        ("claude", 1, OPTIMUM, "56.18"),
+    ],
+)
+def test_published_traces_give_the_published_digits(
+    name: str, percent: int, policy: str, digits: str
+) -> None:
+    trace = read(real_trace(name))
+    capacity = trace.blocks * percent // 100
+    found = outcome(trace, list(trace.paths()), policy, capacity, no_progress)
+    assert f"{found.prefix_token_hit_rate:.2%}" == f"{digits}%"
+    if (name, percent, policy) == ("mooncake", 10, LRU):
+        assert f"{found.prefix_token_hit_rate:.5f}" == "0.28439"
