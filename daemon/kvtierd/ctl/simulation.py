@@ -11,10 +11,10 @@ from rich.table import Table
 
 from kvtierd.config import settings
 from kvtierd.ctl.text import count
-from kvtierd.simulate.results import POLICIES, Outcome, outcome
+from kvtierd.simulate.results import POLICIES, HitRates, hit_rates
 from kvtierd.simulate.traces import Trace
 
-Results = dict[str, dict[str, Outcome]]
+Results = dict[str, dict[str, HitRates]]
 """By policy, and by capacity as it was written."""
 
 
@@ -68,7 +68,7 @@ def simulated(trace: Trace, names: Sequence[str], sizes: dict[str, int], progres
         for name in names:
             for written, blocks in sizes.items():
                 bar = bars.add_task(f"{name}, {written}", total=trace.requests)
-                found[name][written] = outcome(
+                found[name][written] = hit_rates(
                     trace,
                     paths,
                     name,
@@ -113,7 +113,7 @@ def page(trace: Trace, results: Results, prefill_tokens_per_s: float | None) -> 
     return table
 
 
-def _cells(name: str, written: str, each: Outcome, prefill_tokens_per_s: float | None) -> Iterator[str]:
+def _cells(name: str, written: str, each: HitRates, prefill_tokens_per_s: float | None) -> Iterator[str]:
     yield name
     yield written
     yield f"{each.capacity_blocks:,}"

@@ -17,7 +17,7 @@ TELL_EVERY = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class HitRates:
     """One policy with one size."""
 
     capacity_blocks: int
@@ -34,9 +34,9 @@ Progress = Callable[[int], None]
 """Is told how many more requests are done."""
 
 
-def outcome(
+def hit_rates(
     trace: Trace, paths: Sequence[I64], policy: str, capacity_blocks: int, progress: Progress
-) -> Outcome:
+) -> HitRates:
     """Replays a trace, whose paths these are, on an empty cache that keeps at least one block."""
     if policy == OPTIMUM:
         found, inserts = optimum.hits(paths, trace.blocks, capacity_blocks)
@@ -49,7 +49,7 @@ def outcome(
         trace.hit_tokens(number, blocks, len(path))
         for number, (blocks, path) in enumerate(zip(found, paths, strict=True))
     )
-    return Outcome(
+    return HitRates(
         capacity_blocks,
         hit_tokens / int(trace.tokens.sum()),
         sum(found) / sum(map(len, paths)),

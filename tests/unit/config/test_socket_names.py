@@ -76,7 +76,7 @@ def test_every_command_of_kvtierctl_that_asks_a_daemon_has_it() -> None:
         for name, command in ctl.main.commands.items()
         if not {"--socket", "--server-socket"} <= {each for option in command.params for each in option.opts}
     }
-    assert without == {"completion", "remote"}
+    assert without == {"completion", "remote", "simulate"}
 
 
 @pytest.mark.parametrize("name", NAMES)

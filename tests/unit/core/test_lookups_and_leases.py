@@ -169,9 +169,10 @@ class TestLeases:
 
     def test_they_expire_after_the_schedulers_silence(self, host: Host, one: Instance) -> None:
         lease = one.lease(1)
-        host.now_s += 9
+        ttl_s = CoreLimits().lease_ttl_s
+        host.now_s += ttl_s - 1
         host.do(RenewSession(one.scheduler))
-        host.now_s += 9
+        host.now_s += ttl_s - 1
         host.do(Tick())
         assert host.machine.status().leases == 1
         host.now_s += 2
@@ -184,7 +185,7 @@ class TestLeases:
         one = host.instance(together=False)
         one.stored(1)
         one.lease(1)
-        host.now_s += 11
+        host.now_s += CoreLimits().lease_ttl_s + 1
         host.do(RenewSession(one.sessions[0]))
         host.do(Tick())
         assert host.machine.status().leases == 0

@@ -18,7 +18,12 @@ from tests.unit.simulate.conftest import MakeTrace
 def trace(tmp_path: Path, make_trace: MakeTrace) -> Path:
     made = make_trace(4, requests=100)
     path = tmp_path / "trace.npz"
-    arrays = {"parent": made.parent, "leaf": made.leaf, "intok": made.tokens, "ts": made.arrival_s}
+    arrays: dict[str, Any] = {
+        "parent": made.parent,
+        "leaf": made.leaf,
+        "intok": made.tokens,
+        "ts": made.arrival_s,
+    }
     np.savez(path, block=made.block_tokens, **arrays)
     return path
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kvtierd.simulate import optimum
 from kvtierd.simulate.host import SimulatedHost, hashes_of
-from kvtierd.simulate.results import LRU, OPTIMUM, outcome
+from kvtierd.simulate.results import LRU, OPTIMUM, hit_rates
 from kvtierd.simulate.traces import Trace, read
 
 from tests.unit.simulate.conftest import MakeTrace, real_trace
@@ -78,8 +78,8 @@ def test_the_optimum_is_never_less_than_what_the_core_hits(make_trace: MakeTrace
     trace = make_trace(seed, requests=150)
     paths = list(trace.paths())
     for capacity in (2, 8, 30):
-        of_core = outcome(trace, paths, LRU, capacity, no_progress)
-        most = outcome(trace, paths, OPTIMUM, capacity, no_progress)
+        of_core = hit_rates(trace, paths, LRU, capacity, no_progress)
+        most = hit_rates(trace, paths, OPTIMUM, capacity, no_progress)
         assert most.block_hit_rate >= of_core.block_hit_rate
         assert most.inserts <= of_core.inserts
 
@@ -87,7 +87,7 @@ def test_the_optimum_is_never_less_than_what_the_core_hits(make_trace: MakeTrace
 def test_with_room_for_everything_all_hit_what_was_there_before(make_trace: MakeTrace) -> None:
     trace = make_trace(1)
     paths = list(trace.paths())
-    ways = [outcome(trace, paths, name, trace.blocks, no_progress) for name in (LRU, OPTIMUM)]
+    ways = [hit_rates(trace, paths, name, trace.blocks, no_progress) for name in (LRU, OPTIMUM)]
     assert ways[0].hit_tokens == ways[1].hit_tokens > 0
     assert ways[0].inserts == trace.blocks
 
@@ -96,7 +96,7 @@ def test_progress_adds_up_to_all_requests(make_trace: MakeTrace) -> None:
     trace = make_trace(2, requests=130)
     for name in (LRU, OPTIMUM):
         told: list[int] = []
-        outcome(trace, list(trace.paths()), name, 4, told.append)
+        hit_rates(trace, list(trace.paths()), name, 4, told.append)
         assert sum(told) == 130
 
 
@@ -123,7 +123,7 @@ def test_published_traces_give_the_published_digits(
 ) -> None:
     trace = read(real_trace(name))
     capacity = trace.blocks * percent // 100
-    found = outcome(trace, list(trace.paths()), policy, capacity, no_progress)
+    found = hit_rates(trace, list(trace.paths()), policy, capacity, no_progress)
     assert f"{found.prefix_token_hit_rate:.2%}" == f"{digits}%"
     if (name, percent, policy) == ("mooncake", 10, LRU):
         assert f"{found.prefix_token_hit_rate:.5f}" == "0.28439"

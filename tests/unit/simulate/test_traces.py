@@ -26,8 +26,8 @@ def lines(path: Path, requests: list[dict[str, Any]]) -> Path:
 
 
 def archive(path: Path, **changed: Any) -> Path:
-    arrays = {"parent": [-1, 0, 1], "leaf": [2, 1], "intok": [12, 8], "ts": [0.0, 1.0], "block": 4}
-    np.savez(path, **(arrays | changed))
+    arrays: dict[str, Any] = {"parent": [-1, 0, 1], "leaf": [2, 1], "intok": [12, 8], "ts": [0.0, 1.0]}
+    np.savez(path, **(arrays | {"block": 4} | changed))
     return path
 
 
