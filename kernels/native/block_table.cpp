@@ -29,13 +29,15 @@ const char* state_name(std::uint8_t state) {
     return state < 4 ? names[state] : "unknown";
 }
 
-BlockTable::BlockTable(std::size_t capacity, std::size_t pool_pages, std::uint64_t seed)
+BlockTable::BlockTable(std::size_t capacity, std::size_t pool_pages, std::uint64_t seed, bool ranks,
+                       std::size_t history_blocks)
     : key_hash_(seed),
       entries_(checked_capacity(capacity, pool_pages), true),
       index_(capacity),
       slot_map_(capacity, pool_pages),
       domains_(kDomains, false),
-      pool_pages_(pool_pages) {}
+      pool_pages_(pool_pages),
+      order_(ranks ? std::make_unique<ReuseOrder>(capacity, history_blocks) : nullptr) {}
 
 // --- keys ----------------------------------------------------------------------------------------------------------------
 
@@ -104,6 +106,7 @@ std::uint32_t BlockTable::create(std::uint32_t space, std::uint16_t domain, cons
     ++states_[kWriting];
     ++domains_[domain].live;
     index_.insert(tag, id);
+    if (order_) order_->created(id, key_hash_.wide(space, hash));
     return id;
 }
 
@@ -201,6 +204,7 @@ void BlockTable::link(std::uint32_t id) {
         domain.*other_end = id + 1;
     domain.*end = id + 1;
     ++domain.linked;
+    if (order_) order_->evictable(id, entry.domain);
 }
 
 void BlockTable::link_newest(std::uint32_t id) { link<&Domain::newest, &Domain::oldest, &Entry::next, &Entry::prev>(id); }
@@ -209,6 +213,7 @@ void BlockTable::link_oldest(std::uint32_t id) { link<&Domain::oldest, &Domain::
 
 void BlockTable::unlink(std::uint32_t id) {
     Entry& entry = entries_[id];
+    if (order_) order_->unevictable(id, entry.domain);
     Domain& domain = domains_[entry.domain];
     if (entry.prev != kNoEntry)
         entries_[entry.prev].next = entry.next;
@@ -275,6 +280,7 @@ void BlockTable::remove(Entries entries) {
         const auto space = spaces_.find(entry.space);
         if (--space->second == 0) spaces_.erase(space);
         --domains_[entry.domain].live;
+        if (order_) order_->removed(id, key_hash_.wide(entry.space, entry.hash), entry.domain);
         set_state(entry, kAbsent);
         --states_[kAbsent];  // free entries are not counted
         entry.first_record = 0;
@@ -325,10 +331,33 @@ void BlockTable::cool(Entries entries) {
         if (evictable(entries_[id])) {
             unlink(id);
             link_oldest(id);
+            if (order_) order_->cooled(id, entries_[id].domain);
         }
 }
 
+void BlockTable::asked(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes) {
+    if (!order_) return;
+    const std::size_t n = hashes.size() / kHashBytes;
+    std::vector<std::uint64_t> keys(n);
+    std::vector<std::uint32_t> entries(n);
+    std::vector<std::uint8_t> states(n);
+    lookup(space, hashes, entries.data(), states.data());
+    for (std::size_t i = 0; i < n; ++i) keys[i] = key_hash_.wide(space, hashes.data() + i * kHashBytes);
+    order_->asked(domain, keys, entries);
+}
+
+void BlockTable::chained(Entries entries) {
+    for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
+    if (order_ && !entries.empty()) order_->chained(entries, entries_[entries[0]].domain);
+}
+
+std::size_t BlockTable::admitted(std::uint16_t domain, Entries entries, std::size_t free) const {
+    for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
+    return order_ ? order_->admitted(domain, entries, free) : entries.size();
+}
+
 std::size_t BlockTable::victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const {
+    if (order_) return order_->victims(domain, n, out);
     std::size_t found = 0;
     for (std::uint32_t id = domains_[domain].oldest - 1; id != kNoEntry && found < n; id = entries_[id].next)
         out[found++] = id;
@@ -476,6 +505,7 @@ std::vector<std::uint32_t> BlockTable::entries_of(std::uint32_t space) const {
 BlockTable::Stats BlockTable::stats() const {
     Stats stats{states_[kWriting], states_[kReady], states_[kEvicting], entries_.size(), 0, {}};
     stats.bytes = entries_.bytes() + index_.bytes() + slot_map_.bytes() + domains_.bytes();
+    if (order_) stats.bytes += order_->bytes();
     for (std::size_t domain = 0; domain < kDomains; ++domain)
         if (domains_[domain].live != 0) stats.domains[static_cast<std::uint16_t>(domain)] = domains_[domain].live;
     return stats;

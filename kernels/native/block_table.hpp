@@ -15,6 +15,7 @@
 #include "key_hash.hpp"
 #include "key_index.hpp"
 #include "lazy_array.hpp"
+#include "reuse_order.hpp"
 #include "slot_map.hpp"
 
 namespace kvtier {
@@ -52,8 +53,10 @@ class BlockTable {
         std::map<std::uint16_t, std::size_t> domains;  // live blocks of each domain that has any
     };
 
-    // Throws if capacity is not 1 to 2^30 or pool_pages is not 2 to 2^32.
-    BlockTable(std::size_t capacity, std::size_t pool_pages, std::uint64_t seed);
+    // With `ranks`, what goes is decided by what is learnt of reuse, and not by recency; then at least `history_blocks` that
+    // are not there any more are remembered. Throws if capacity is not 1 to 2^30 or pool_pages is not 2 to 2^32.
+    BlockTable(std::size_t capacity, std::size_t pool_pages, std::uint64_t seed, bool ranks = false,
+               std::size_t history_blocks = 0);
 
     void lookup(std::uint32_t space, std::span<const std::uint8_t> hashes, std::uint32_t* entries,
                 std::uint8_t* states) const;
@@ -77,6 +80,15 @@ class BlockTable {
     // The opposite of touch: evictable entries become the least recent, the last of the batch most of all.
     void cool(Entries entries);
     std::size_t victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const;
+
+    // A prompt of these blocks, from its first on, is asked for. Without ranks, nothing happens.
+    void asked(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes);
+    // Entries that follow each other in a prompt. Without ranks, nothing happens.
+    void chained(Entries entries);
+    // How many of these new entries, in their order, are worth their room, if there is room for `free` of them. Without ranks,
+    // all are.
+    std::size_t admitted(std::uint16_t domain, Entries entries, std::size_t free) const;
+    bool ranks() const { return order_ != nullptr; }
     // Up to n of the first `horizon` victims that have none of these flags.
     std::size_t coldest(std::uint16_t domain, std::size_t n, std::uint8_t without_flags, std::size_t horizon,
                         std::uint32_t* out) const;
@@ -165,6 +177,7 @@ class BlockTable {
     std::size_t states_[4] = {0, 0, 0, 0};
     std::unordered_map<std::uint32_t, std::size_t> spaces_;  // live blocks of each space that has any
     std::unordered_map<std::uint32_t, Published> published_;
+    std::unique_ptr<ReuseOrder> order_;  // null without ranks
 };
 
 const char* state_name(std::uint8_t state);

@@ -79,6 +79,8 @@ std::string BlockTable::check() const {
         linked += length;
     }
     if (linked != evictable_count) return text(evictable_count, " entries are evictable; ", linked, " are linked");
+    if (order_)
+        return order_->check(used_, [&](std::uint32_t id) { return evictable(entries_[id]); });
     return {};
 }
 

@@ -35,8 +35,9 @@ std::uint64_t random_seed() {
 // nobody reads torn metadata.
 class GuardedTable : public OneCaller<BlockTable> {
    public:
-    GuardedTable(std::size_t capacity, std::size_t pool_pages, std::optional<std::uint64_t> seed)
-        : OneCaller("BlockTable", capacity, pool_pages, seed ? *seed : random_seed()) {}
+    GuardedTable(std::size_t capacity, std::size_t pool_pages, std::optional<std::uint64_t> seed, bool ranks,
+                 std::size_t history_blocks)
+        : OneCaller("BlockTable", capacity, pool_pages, seed ? *seed : random_seed(), ranks, history_blocks) {}
 };
 
 using Table = GuardedTable::Entered;
@@ -163,6 +164,19 @@ Array<std::uint32_t> copied(const std::vector<std::uint32_t>& values) {
     return out;
 }
 
+void asked(GuardedTable& guarded, std::uint32_t space, std::uint16_t domain, HashesArg hashes_arg) {
+    const Hashes hashes(hashes_arg);
+    const Table table(guarded);
+    const ReleaseGilIf release(table->ranks() && hashes.rows() >= kReleaseRows);
+    table->asked(space, domain, hashes.span());
+}
+
+std::size_t admitted(GuardedTable& guarded, std::uint16_t domain, EntriesArg entries_arg, std::size_t free) {
+    const Entries entries(entries_arg);
+    const Table table(guarded);
+    return table->admitted(domain, entries.span(), free);
+}
+
 Array<std::uint32_t> victims(GuardedTable& guarded, std::uint16_t domain, std::size_t n) {
     const Table table(guarded);
     std::vector<std::uint32_t> found(std::min(n, table->evictable(domain)));
@@ -275,11 +289,23 @@ void register_block_table(nb::module_& module) {
         "It has one writer: a call while another runs raises RuntimeError. Every batch is checked before anything changes;\n"
         "a ValueError names argument, index and value, and leaves the table as it was. All memory is reserved when the\n"
         "table is made, and provided by the kernel when it is first used.")
-        .def(nb::init<std::size_t, std::size_t, std::optional<std::uint64_t>>(), "capacity"_a, "pool_pages"_a,
-             "seed"_a = nb::none(),
+        .def(nb::init<std::size_t, std::size_t, std::optional<std::uint64_t>, bool, std::size_t>(), "capacity"_a,
+             "pool_pages"_a, "seed"_a = nb::none(), "ranks"_a = false, "history_blocks"_a = 0,
              "Makes a table for `capacity` blocks (1 to 2^30) in a pool of `pool_pages` pages (2 to 2^32). `seed` keys the\n"
              "index's hash function and has no visible effect. It is random by default, so that clients cannot choose\n"
-             "colliding hashes.")
+             "colliding hashes. With `ranks`, victims are those that are least likely to come back soon, by what is learnt\n"
+             "from asked(), and not the least recent; at least `history_blocks` that are gone are remembered for it.")
+        .def_prop_ro("ranks", [](GuardedTable& guarded) { return Table(guarded)->ranks(); },
+                     "Whether victims are ranked by their chance of reuse.")
+        .def("asked", &asked, "space"_a, "domain"_a, "hashes"_a,
+             nb::sig("def asked(self, space: int, domain: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> None"),
+             "A prompt of these blocks, from its first on, is asked for. `hashes` has shape (n, 32). Changes nothing unless\n"
+             "the table ranks.")
+        .def("chained", &change<&T::chained>, "entries"_a,
+             "Says that these blocks follow each other in a prompt. Of those with `ranks`, none goes before its followers.")
+        .def("admitted", &admitted, "domain"_a, "entries"_a, "free"_a,
+             "How many of these new blocks, in their order, are worth their room, if there is room for `free` of them: with\n"
+             "`ranks` those that rank higher than what would have to go. Otherwise all.")
         .def("lookup", &lookup, "space"_a, "hashes"_a,
              nb::sig("def lookup(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> "
                      "tuple[numpy.typing.NDArray[numpy.uint32], numpy.typing.NDArray[numpy.uint8]]"),

@@ -272,6 +272,17 @@ class BlockTable:
     def victims(self, domain: int, n: int) -> U32:
         return np.array(self.recency.get(domain, [])[:n], np.uint32)
 
+    ranks = False
+
+    def asked(self, space: int, domain: int, hashes: U8) -> None:
+        pass
+
+    def chained(self, entries: U32) -> None:
+        pass
+
+    def admitted(self, domain: int, entries: U32, free: int) -> int:
+        return len(entries)
+
     def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> U32:
         victims = self.recency.get(domain, [])[:horizon]
         cold = [entry for entry in victims if not self.blocks[entry].flags & without_flags]

@@ -116,6 +116,8 @@ class World:
     def __init__(self, seed: int, *, oracle: bool = False) -> None:
         self.random = Random(seed)
         self.oracle = oracle
+        self.ranks = self.random.random() < 0.4
+        """Whether the native table chooses by what it learns."""
         self.now_s = 1_000.0
         self.stimuli = 0
         self.faults: Counter[tuple[str, str]] = Counter()
@@ -143,7 +145,9 @@ class World:
 
     def _table(self, capacity: int, geometry: PoolGeometry) -> Any:
         pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
-        return OracleTable(capacity, pages) if self.oracle else NativeTable(capacity, pages, 1)
+        if self.oracle:
+            return OracleTable(capacity, pages)
+        return NativeTable(capacity, pages, 1, ranks=self.ranks, history_blocks=4 * capacity)
 
     def _start(self) -> None:
         """A daemon starts on the pool as it is."""

@@ -27,7 +27,11 @@ CAPACITIES = "0.5%,1%,2%,5%,10%,25%,50%,100%"
     "blocks, or in bytes.",
 )
 @click.option(
-    "--policy", default="lru,optimum", show_default=True, metavar="NAMES", help="What decides what is kept."
+    "--policy",
+    default="lru,reuse,optimum",
+    show_default=True,
+    metavar="NAMES",
+    help="What decides what is kept.",
 )
 @click.option("--block-bytes", metavar="SIZE", help="What a block takes, for capacities in bytes.")
 @click.option(
@@ -51,7 +55,7 @@ def simulate(
     TRACE has lines of JSON as Mooncake publishes them (hash_ids, input_length, timestamp; compressed by gzip
     or not), or is an archive of numpy arrays (parent, leaf, intok, ts). It is replayed through the daemon's
     own core, with an engine that has no cache of its own. No daemon need run. Policies: lru is what the
-    daemon does; optimum knows the future and shows what is left to win.
+    daemon does; reuse learns how blocks come back; optimum knows the future and shows what is left to win.
     """
     # Imported only here, because no other command needs the core.
     from rich.console import Console

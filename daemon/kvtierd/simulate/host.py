@@ -41,7 +41,10 @@ from kvtierd.core.stimuli import (
 
 SLOT_BYTES = PAGE_BYTES
 """A block's size changes nothing while all have the same."""
-EXTENT_BYTES = 1 << 20
+EXTENT_BYTES = 3 * PAGE_BYTES
+"""Of one slot, with its header and its record: so any number of blocks is a size."""
+HISTORY_PER_BLOCK = 64
+"""Blocks that are remembered when they are gone, for each that is there."""
 HASH_BYTES = 32
 ENGINE_BLOCKS = 1 << 20
 PART_WORDS = 16
@@ -52,10 +55,9 @@ class SimulatedHost:
     """Serves requests one after another, each as an engine without a cache of its own makes it: it asks for
     its prompt, and stores what was missing."""
 
-    def __init__(self, capacity_blocks: int) -> None:
-        """An empty host that keeps so many blocks."""
-        per_extent = PoolGeometry(1, EXTENT_BYTES, PAGE_BYTES).slots_per_extent(SLOT_BYTES)
-        geometry = PoolGeometry(-(-capacity_blocks // per_extent), EXTENT_BYTES, 2 << 20)
+    def __init__(self, capacity_blocks: int, *, ranks: bool = False) -> None:
+        """An empty host that keeps so many blocks. With `ranks`, it learns which."""
+        geometry = PoolGeometry(capacity_blocks, EXTENT_BYTES, 2 << 20)
         pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
         self.now_s = 0.0
         """The time of the trace."""
@@ -63,7 +65,14 @@ class SimulatedHost:
         """Blocks that were stored."""
         self._limits = CoreLimits()
         self._machine = Machine(
-            BlockTable(capacity_blocks, pages, seed=0),
+            BlockTable(
+                # The blocks of a store are there before there is room for them.
+                capacity_blocks + self._limits.transfer_blocks_max,
+                pages,
+                seed=0,
+                ranks=ranks,
+                history_blocks=HISTORY_PER_BLOCK * capacity_blocks,
+            ),
             lambda: self.now_s,
             self._limits,
             geometry,

@@ -7,9 +7,10 @@ from kvtierd.simulate import optimum
 from kvtierd.simulate.host import SimulatedHost, hashes_of
 from kvtierd.simulate.traces import I64, Trace
 
-LRU, OPTIMUM = "lru", "optimum"
+LRU, REUSE, OPTIMUM = "lru", "reuse", "optimum"
 POLICIES = {
     LRU: "what has not been used for longest goes first, ends of prompts before their beginnings",
+    REUSE: "what is least likely to come back soon goes first, by what is learnt of blocks like it",
     OPTIMUM: "the most that any policy could hit, which knows the future",
 }
 TELL_EVERY = 64
@@ -42,7 +43,7 @@ def hit_rates(
         found, inserts = optimum.hits(paths, trace.blocks, capacity_blocks)
         progress(trace.requests)
     else:
-        host = SimulatedHost(capacity_blocks)
+        host = SimulatedHost(capacity_blocks, ranks=policy == REUSE)
         found = list(_replayed(host, trace, paths, progress))
         inserts = host.inserts
     hit_tokens = sum(

@@ -74,7 +74,8 @@ def test_people_get_a_row_for_each_policy_and_size(trace: Path) -> None:
     result = run(trace, "--capacity", "20%,100%")
     assert result.exit_code == 0, result.output
     rows = [line.split()[:2] for line in result.stdout.splitlines() if "%" in line]
-    assert rows == [["lru", "20%"], ["lru", "100%"], ["optimum", "20%"], ["optimum", "100%"]]
+    names = ("lru", "reuse", "optimum")
+    assert rows == [[name, size] for name in names for size in ("20%", "100%")]
     assert "100 requests" in result.stdout
 
 
@@ -86,7 +87,7 @@ def test_people_get_a_row_for_each_policy_and_size(trace: Path) -> None:
         (("--capacity", "nan%"), "'nan%' is no size"),
         (("--capacity", "0.0001%"), "less than one block"),
         (("--capacity", ","), "write sizes"),
-        (("--policy", "best"), "there is no policy best: write some of lru, optimum"),
+        (("--policy", "best"), "there is no policy best: write some of lru, reuse, optimum"),
         (("--policy", ""), "there is no policy"),
         (("--block-bytes", "0"), "at least one byte"),
         (("--prefill-rate", "0"), "--prefill-rate"),

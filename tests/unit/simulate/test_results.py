@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kvtierd.simulate import optimum
 from kvtierd.simulate.host import SimulatedHost, hashes_of
-from kvtierd.simulate.results import LRU, OPTIMUM, hit_rates
+from kvtierd.simulate.results import LRU, OPTIMUM, REUSE, hit_rates
 from kvtierd.simulate.traces import Trace, read
 
 from tests.unit.simulate.conftest import MakeTrace, real_trace
@@ -84,12 +84,37 @@ def test_the_optimum_is_never_less_than_what_the_core_hits(make_trace: MakeTrace
         assert most.inserts <= of_core.inserts
 
 
+def test_what_is_learnt_beats_recency_where_much_comes_once() -> None:
+    """Sessions that come back beside prompts that do not, with room for a fifth of the former."""
+    random = np.random.default_rng(7)
+    parent: list[int] = []
+    ends = [-1] * 40
+    leaf, tokens = [], []
+    for number in range(4_000):
+        block, new = (-1, 12) if number % 2 else (ends[int(random.integers(40))], 2)
+        chosen = ends.index(block) if block in ends and not number % 2 else None
+        for _ in range(new):
+            parent.append(block)
+            block = len(parent) - 1
+        if chosen is not None:
+            ends[chosen] = block if random.random() > 0.05 else -1
+        leaf.append(block)
+        tokens.append(4)
+    trace = Trace(
+        "mixed", 4, np.array(parent), np.array(leaf), np.array(tokens), np.arange(4_000, dtype=np.float64)
+    )
+    paths = list(trace.paths())
+    learnt, recent, most = (hit_rates(trace, paths, name, 400, no_progress) for name in (REUSE, LRU, OPTIMUM))
+    assert recent.block_hit_rate * 1.1 < learnt.block_hit_rate <= most.block_hit_rate
+    assert learnt.inserts < recent.inserts / 2
+
+
 def test_with_room_for_everything_all_hit_what_was_there_before(make_trace: MakeTrace) -> None:
     trace = make_trace(1)
     paths = list(trace.paths())
-    ways = [hit_rates(trace, paths, name, trace.blocks, no_progress) for name in (LRU, OPTIMUM)]
-    assert ways[0].hit_tokens == ways[1].hit_tokens > 0
-    assert ways[0].inserts == trace.blocks
+    ways = [hit_rates(trace, paths, name, trace.blocks, no_progress) for name in (LRU, REUSE, OPTIMUM)]
+    assert ways[0].hit_tokens == ways[1].hit_tokens == ways[2].hit_tokens > 0
+    assert ways[0].inserts == ways[1].inserts == trace.blocks
 
 
 def test_progress_adds_up_to_all_requests(make_trace: MakeTrace) -> None:
@@ -127,3 +152,30 @@ def test_published_traces_give_the_published_digits(
     assert f"{found.prefix_token_hit_rate:.2%}" == f"{digits}%"
     if (name, percent, policy) == ("mooncake", 10, LRU):
         assert f"{found.prefix_token_hit_rate:.5f}" == "0.28439"
+
+
+@pytest.mark.parametrize(
+    ("name", "percent", "at_least"),
+    [
+        ("mooncake", 0.5, 0.075),
+        ("mooncake", 1, 0.103),
+        ("mooncake", 2, 0.142),
+        ("mooncake", 5, 0.225),
+        ("mooncake", 10, 0.295),
+        ("mooncake", 25, 0.360),
+        ("claude", 0.25, 0.155),
+        ("claude", 0.5, 0.27),
+        ("claude", 1, 0.43),
+        ("claude", 2, 0.63),
+    ],
+)
+@pytest.mark.long
+def test_what_is_learnt_of_published_traces(name: str, percent: float, at_least: float) -> None:
+    trace = read(real_trace(name))
+    paths = list(trace.paths())
+    capacity = int(trace.blocks * percent / 100)
+    learnt, recent = (hit_rates(trace, paths, each, capacity, no_progress) for each in (REUSE, LRU))
+    assert learnt.prefix_token_hit_rate >= at_least
+    assert learnt.prefix_token_hit_rate >= recent.prefix_token_hit_rate - 0.002
+    if (name, percent) == ("mooncake", 1):
+        assert learnt.inserts <= 0.45 * recent.inserts

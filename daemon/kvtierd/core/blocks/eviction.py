@@ -55,13 +55,20 @@ class Eviction:
         self._held_not_before = np.zeros(blocks.geometry.extents, np.uint32)
         """The same for looks that may remove held blocks."""
 
-    def for_slots(self, domain: Domain, wanted: int, *, unhold: bool = False) -> int:
+    def for_slots(
+        self, domain: Domain, wanted: int, entries: Entries | None = None, *, unhold: bool = False
+    ) -> int:
         """Makes room for the slots of up to `wanted` blocks that the domain has already, and returns for how
-        many of them. With `unhold`, blocks that are held for a time are evicted if there is no room at all
-        otherwise."""
+        many of them. With `entries`, the blocks that are wanted, room is made only for those that are worth
+        more than what would have to go. With `unhold`, blocks that are held for a time are evicted if there
+        is no room at all otherwise."""
         wanted = self._within_limit(domain, wanted)
         short, sizes = self._short(domain, wanted)
         if short and self._slots.retire_empty(domain.sizes):
+            short, sizes = self._short(domain, wanted)
+        asked = wanted
+        if short and entries is not None and self._table.ranks:
+            wanted = self._table.admitted(domain.domain, entries[:wanted], wanted - short)
             short, sizes = self._short(domain, wanted)
         while short and self._give_way(domain, short, sizes):
             short, sizes = self._short(domain, wanted)
@@ -69,6 +76,8 @@ class Eviction:
             short, sizes = self._short(domain, wanted)
             while short and self._give_way(domain, short, sizes):
                 short, sizes = self._short(domain, wanted)
+        if wanted < asked:  # a rival may have lost a whole extent
+            wanted, (short, _) = asked, self._short(domain, asked)
         return wanted - short
 
     def _within_limit(self, domain: Domain, wanted: int) -> int:

@@ -136,7 +136,26 @@ class BlockTable(Protocol):
         ...
 
     def victims(self, domain: int, n: int) -> Entries:
-        """Up to n READY, unpinned blocks of a domain, least recent first. Changes nothing."""
+        """Up to n READY, unpinned blocks of a domain: the least recent first, or with `ranks` what is least
+        likely to come back soon. Changes nothing."""
+        ...
+
+    @property
+    def ranks(self) -> bool:
+        """Whether victims are ranked by their chance of reuse. Otherwise the next three do nothing."""
+        ...
+
+    def asked(self, space: int, domain: int, hashes: Hashes) -> None:
+        """A prompt of these blocks, from its first on, is asked for."""
+        ...
+
+    def chained(self, entries: Entries) -> None:
+        """Says that these blocks follow each other in a prompt."""
+        ...
+
+    def admitted(self, domain: int, entries: Entries, free: int) -> int:
+        """How many of these new blocks, in their order, are worth their room, if there is room for `free` of
+        them."""
         ...
 
     def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> Entries:

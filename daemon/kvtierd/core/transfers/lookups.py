@@ -42,6 +42,10 @@ class Lookups:
         if not asks:  # everything is a miss, because a hit would lead to a load, which is refused
             self._count_unanswered(instance, queries)
             return _nothing(queries)
+        if self._table.ranks:
+            for ask in asks:
+                if not (ask.query.exact or ask.window_blocks):
+                    self._table.asked(ask.plan.space, ask.plan.domain.domain, ask.query.hashes)
         tokens = self._find(asks)
         if tokens and instance.prefill_tokens_per_s:
             wanted = [(ask.plan, len(ask.found)) for ask in asks]

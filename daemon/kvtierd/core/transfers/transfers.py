@@ -69,12 +69,17 @@ class Transfers:
             results = self._results(entries, created)
             new = entries[created == CREATED]
         core.retention.requested(new, entries[created == EXISTED], stimulus.retention)
+        if blocks.table.ranks:
+            blocks.table.chained(entries[created != TABLE_FULL])
 
-        roomy = core.eviction.for_slots(domain, len(new), unhold=True)
+        roomy = core.eviction.for_slots(domain, len(new), new, unhold=True)
         if roomy < len(new):
             # Parents come before their children, so the blocks that are kept are of use without the others.
             throttled = new[roomy:]
-            results[np.isin(entries, throttled)] = THROTTLED
+            results[np.flatnonzero(created == CREATED)[roomy:]] = THROTTLED
+            twice = np.flatnonzero((created == EXISTED) & (results == PENDING))
+            if len(twice):  # the batch may name a new block twice
+                results[twice[np.isin(entries[twice], throttled)]] = THROTTLED
             blocks.discard(domain, throttled, None)
             new = new[:roomy]
         slots = blocks.give_slots(domain, new)

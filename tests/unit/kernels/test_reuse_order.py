@@ -1,0 +1,215 @@
+"""Tables that rank: which blocks go first, by what was learnt of how blocks like them come back."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kvtier_kernels import NO_ENTRY, BlockTable
+
+U32 = npt.NDArray[np.uint32]
+SPACE, DOMAIN = 3, 5
+PAGES = 1 << 20
+
+
+def hashes(*numbers: int) -> npt.NDArray[np.uint8]:
+    rows = np.zeros((len(numbers), 32), np.uint8)
+    rows[:, :8] = np.array(numbers, "<u8").view(np.uint8).reshape(-1, 8)
+    return rows
+
+
+class Pool:
+    """A table that ranks, as the core uses it: a prompt is asked for, and what is missing is stored."""
+
+    def __init__(self, capacity: int, *, history_blocks: int = 1_000, ranks: bool = True) -> None:
+        self.table = BlockTable(4 * capacity + 64, PAGES, seed=1, ranks=ranks, history_blocks=history_blocks)
+        self.capacity = capacity
+        self.there: dict[int, int] = {}
+        """Entry by number."""
+        self.stored = 0
+
+    def entries(self, *numbers: int) -> U32:
+        return np.array([self.there[number] for number in numbers], np.uint32)
+
+    def request(self, *numbers: int) -> int:
+        """Returns how many of the first blocks are there."""
+        table = self.table
+        table.asked(SPACE, DOMAIN, hashes(*numbers))
+        hits = next((i for i, number in enumerate(numbers) if number not in self.there), len(numbers))
+        found, created = table.insert(SPACE, DOMAIN, hashes(*numbers))
+        existing, new = found[created == 0], found[created == 1]
+        table.pin(existing)
+        table.chained(found)
+        kept = table.admitted(DOMAIN, new, self.capacity - len(self.there))
+        while len(self.there) + kept > self.capacity:
+            victims = table.victims(DOMAIN, len(self.there) + kept - self.capacity)
+            if not len(victims):
+                kept = self.capacity - len(self.there)
+                break
+            self.evict(victims)
+        table.remove(new[kept:])
+        table.commit(np.ascontiguousarray(new[:kept][::-1]))
+        table.unpin(np.ascontiguousarray(existing[::-1]))
+        missing = [number for number in numbers if number not in self.there]
+        self.there |= dict(zip(missing[:kept], new[:kept].tolist(), strict=True))
+        self.stored += kept
+        return hits
+
+    def evict(self, entries: U32) -> None:
+        self.table.begin_evict(entries)
+        self.table.remove(entries)
+        gone = set(entries.tolist())
+        self.there = {number: entry for number, entry in self.there.items() if entry not in gone}
+
+    def victims(self, n: int) -> list[int]:
+        """Their numbers."""
+        number_of = {entry: number for number, entry in self.there.items()}
+        return [number_of[entry] for entry in self.table.victims(DOMAIN, n).tolist()]
+
+
+def test_without_ranks_nothing_is_learnt_and_all_are_admitted() -> None:
+    pool = Pool(8, ranks=False)
+    assert not pool.table.ranks
+    pool.request(1, 2, 3)
+    before = pool.table.dump()
+    pool.table.asked(SPACE, DOMAIN, hashes(1, 2, 3, 9))
+    pool.table.chained(pool.entries(1, 2, 3))
+    assert pool.table.admitted(DOMAIN, pool.entries(1, 2), 0) == 2
+    assert all(np.array_equal(before[name], now) for name, now in pool.table.dump().items())
+    assert pool.victims(8) == [3, 2, 1]
+
+
+def test_before_anything_is_known_the_longest_untouched_end_goes_first() -> None:
+    pool = Pool(100)
+    assert pool.table.ranks
+    for first in (10, 20, 30):
+        pool.request(*range(first, first + 60))
+    pool.request(*range(10, 70))
+    # 10 to 69 were asked for last; 20 to 79 and 30 to 89 have the rest, and their ends go first.
+    assert pool.victims(4) == [79, 78, 77, 76] or pool.victims(4) == [89, 88, 87, 86]
+
+
+def test_a_block_never_goes_before_those_that_follow_it() -> None:
+    pool = Pool(64)
+    pool.request(1, 2, 3, 4)
+    pool.request(1, 2, 5, 6)
+    pool.request(1, 2, 5, 7)
+    order = pool.victims(64)
+    assert sorted(order) == [1, 2, 3, 4, 5, 6, 7]
+    for earlier, later in ((1, 2), (2, 3), (3, 4), (2, 5), (5, 6), (5, 7)):
+        assert order.index(later) < order.index(earlier)
+    # Only what is asked for comes, and a beginning stays while its end is in use.
+    pool.table.pin(pool.entries(4))
+    assert set(pool.victims(64)) == {5, 6, 7}
+    pool.table.unpin(pool.entries(4))
+    assert pool.victims(2) == order[:2] or len(pool.victims(64)) == 7
+
+
+def test_what_comes_back_stays_and_what_never_does_is_not_even_stored() -> None:
+    """Ten conversations that are asked for again and again, among prompts that come once: recency would keep
+    the latter."""
+    random = np.random.default_rng(0)
+    ranked, recent = Pool(120), Pool(120, ranks=False)
+    hits = {True: 0, False: 0}
+    fresh = 10_000
+    for number in range(4_000):
+        if number % 4:
+            prompt = range(fresh, fresh + 12)
+            fresh += 12
+        else:
+            first = 100 * int(random.integers(10))
+            prompt = range(first, first + 8)
+        for pool in (ranked, recent):
+            found = pool.request(*prompt)
+            if number > 2_000:
+                hits[pool is ranked] += found
+    assert hits[True] > 3_500 > 4 * hits[False]
+    assert ranked.stored < recent.stored / 2
+    ranked.table.check()
+
+
+def test_the_first_to_go_are_those_that_were_cooled() -> None:
+    pool = Pool(64)
+    pool.request(1, 2)
+    pool.request(3, 4)
+    pool.request(5, 6)
+    pool.table.cool(pool.entries(6, 5))
+    assert pool.victims(2) == [6, 5]
+    pool.request(5, 6)
+    assert pool.victims(1) != [6]
+
+
+def test_children_outlive_a_parent_that_is_dropped_for_another_reason() -> None:
+    pool = Pool(64)
+    pool.request(1, 2, 3)
+    parent = pool.entries(1)
+    pool.table.condemn(parent)
+    pool.table.remove(parent)
+    del pool.there[1]
+    pool.table.check()
+    pool.request(9)  # takes the parent's entry
+    pool.table.check()
+    assert pool.victims(4)[:2] == [3, 2]
+
+
+def test_the_history_has_a_bound() -> None:
+    pool = Pool(16, history_blocks=100)
+    before = pool.table.stats()["bytes"]
+    for number in range(0, 100_000, 10):
+        pool.request(*range(number, number + 10))
+    assert pool.table.stats()["bytes"] <= before + 2 * 2 * 100 * 16  # a vector may reserve twice what it has
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_events_leaves_the_table_consistent(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    pool = Pool(40, history_blocks=60)
+    parent: dict[int, int] = {}
+    paths = [[0]]
+    fresh = 1
+    pinned: list[U32] = []
+    for _ in range(600):
+        path = list(paths[int(random.integers(len(paths)))])[: int(random.integers(1, 12))]
+        for _ in range(int(random.integers(4))):
+            parent[fresh] = path[-1]
+            path.append(fresh)
+            fresh += 1
+        paths.append(path)
+        pool.request(*path)
+        pool.table.check()
+        there = list(pool.there)
+        some = random.choice(there, min(3, len(there)), replace=False).tolist() if there else []
+        match int(random.integers(5)):
+            case 0 if some:
+                entries = pool.entries(*some)
+                pool.table.pin(entries)
+                pinned.append(entries)
+            case 1:
+                while pinned:
+                    pool.table.unpin(pinned.pop())
+            case 2 if some:
+                pool.table.touch(pool.entries(*some))
+            case 3 if some:
+                pool.table.cool(pool.entries(*some))
+            case _:
+                victims = pool.victims(5)
+                left = set(pool.there)
+                for victim in victims:
+                    left.discard(victim)
+                    children = [number for number in left if parent.get(number) == victim]
+                    assert not children, f"{victim} goes before {children}"
+                pool.evict(pool.entries(*victims))
+        pool.table.check()
+        assert len(pool.there) <= pool.capacity
+
+
+def test_what_is_no_entry_is_refused() -> None:
+    pool = Pool(8)
+    pool.request(1)
+    wrong = np.array([NO_ENTRY], np.uint32)
+    with pytest.raises(ValueError, match="not an entry"):
+        pool.table.chained(wrong)
+    with pytest.raises(ValueError, match="not an entry"):
+        pool.table.admitted(DOMAIN, wrong, 0)
+    with pytest.raises(ValueError, match="hashes"):
+        pool.table.asked(SPACE, DOMAIN, np.zeros((1, 31), np.uint8))
