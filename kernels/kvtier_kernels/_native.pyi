@@ -94,11 +94,33 @@ class BlockTable:
     table is made, and provided by the kernel when it is first used.
     """
 
-    def __init__(self, capacity: int, pool_pages: int, seed: int | None = None) -> None:
+    def __init__(self, capacity: int, pool_pages: int, seed: int | None = None, ranks: bool = False, history_blocks: int = 0) -> None:
         """
         Makes a table for `capacity` blocks (1 to 2^30) in a pool of `pool_pages` pages (2 to 2^32). `seed` keys the
         index's hash function and has no visible effect. It is random by default, so that clients cannot choose
-        colliding hashes.
+        colliding hashes. With `ranks`, victims are those that are least likely to come back soon, by what is learnt
+        from asked(), and not the least recent; at least `history_blocks` that are gone are remembered for it.
+        """
+
+    @property
+    def ranks(self) -> bool:
+        """Whether victims are ranked by their chance of reuse."""
+
+    def asked(self, space: int, domain: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> None:
+        """
+        A prompt of these blocks, from its first on, is asked for. `hashes` has shape (n, 32). Changes nothing unless
+        the table ranks.
+        """
+
+    def chained(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        Says that these blocks follow each other in a prompt. Of those with `ranks`, none goes before its followers.
+        """
+
+    def admitted(self, domain: int, entries: numpy.typing.NDArray[numpy.uint32], free: int) -> int:
+        """
+        How many of these new blocks, in their order, are worth their room, if there is room for `free` of them: with
+        `ranks` those that rank higher than what would have to go. Otherwise all.
         """
 
     def lookup(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> tuple[numpy.typing.NDArray[numpy.uint32], numpy.typing.NDArray[numpy.uint8]]:
