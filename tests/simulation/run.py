@@ -14,9 +14,11 @@ class SimulationFailed(AssertionError):
     pass
 
 
-def run_one(seed: int, stimuli: int, coverage: Coverage, *, oracle: bool = False) -> None:
+def run_one(
+    seed: int, stimuli: int, coverage: Coverage, *, oracle: bool = False, ranks: bool | None = None
+) -> None:
     """One world until it has handled so many stimuli. SimulationFailed if anything breaks a promise."""
-    world = World(seed, oracle=oracle)
+    world = World(seed, oracle=oracle, ranks=ranks)
     quiet_at = QUIET_EVERY
     try:
         while world.stimuli < stimuli:

@@ -111,13 +111,14 @@ class Crash(Exception):
 
 
 class World:
-    """Everything, driven by one seed. `oracle`: with the plain-Python table instead of the native one."""
+    """Everything, driven by one seed. `oracle`: with the plain-Python table instead of the native one.
+    `ranks`: whether the native one chooses by what it learns; None: in two of five worlds."""
 
-    def __init__(self, seed: int, *, oracle: bool = False) -> None:
+    def __init__(self, seed: int, *, oracle: bool = False, ranks: bool | None = None) -> None:
         self.random = Random(seed)
         self.oracle = oracle
-        self.ranks = self.random.random() < 0.4
-        """Whether the native table chooses by what it learns."""
+        chosen = self.random.random() < 0.4
+        self.ranks = chosen if ranks is None else ranks
         self.now_s = 1_000.0
         self.stimuli = 0
         self.faults: Counter[tuple[str, str]] = Counter()
