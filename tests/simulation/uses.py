@@ -243,14 +243,14 @@ def _check_throttled(world: World, engine: Engine, group: int) -> None:
     full = blocks.live == blocks.capacity
     assert full or (short and blocks.slots.extents_free == 0), "throttled although there is room"
     for other in blocks.domains.by_id.values():
-        if blocks.table.ranks:
+        if blocks.ranks:
             break  # the new blocks may not have been worth it
         if other is not domain and not shares.spare(other, domain):
             continue  # it has no more than its tenant's share
         if full or other is domain or set(other.sizes) & set(short):
             victims = blocks.table.victims(other.domain, 1)
             assert len(victims) == 0, "throttled although a block could have been evicted"
-    world.outcomes["store throttled by rank" if blocks.table.ranks else "store throttled"] += 1
+    world.outcomes["store throttled by rank" if blocks.ranks else "store throttled"] += 1
 
 
 def load(world: World, engine: Engine) -> None:

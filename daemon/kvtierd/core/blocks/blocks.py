@@ -92,6 +92,8 @@ class Blocks:
             self.spaces = host.spaces
             self.spaces.tables.append(table)
         self.capacity = int(table.stats()["capacity"])
+        self.ranks = table.ranks
+        """Whether the table learns what is worth its room."""
         self.live = 0
         """Entries in the table."""
         self.condemned = 0

@@ -67,7 +67,7 @@ class Eviction:
         if short and self._slots.retire_empty(domain.sizes):
             short, sizes = self._short(domain, wanted)
         asked = wanted
-        if short and entries is not None and self._table.ranks:
+        if short and entries is not None and self._blocks.ranks:
             wanted = self._table.admitted(domain.domain, entries[:wanted], wanted - short)
             short, sizes = self._short(domain, wanted)
         while short and self._give_way(domain, short, sizes):

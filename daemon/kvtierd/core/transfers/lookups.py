@@ -42,7 +42,7 @@ class Lookups:
         if not asks:  # everything is a miss, because a hit would lead to a load, which is refused
             self._count_unanswered(instance, queries)
             return _nothing(queries)
-        if self._table.ranks:
+        if self._blocks.ranks:
             for ask in asks:
                 if not (ask.query.exact or ask.window_blocks):
                     self._table.asked(ask.plan.space, ask.plan.domain.domain, ask.query.hashes)

@@ -69,7 +69,7 @@ class Transfers:
             results = self._results(entries, created)
             new = entries[created == CREATED]
         core.retention.requested(new, entries[created == EXISTED], stimulus.retention)
-        if blocks.table.ranks:
+        if blocks.ranks:
             blocks.table.chained(entries[created != TABLE_FULL])
 
         roomy = core.eviction.for_slots(domain, len(new), new, unhold=True)
