@@ -78,7 +78,7 @@ def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("kvtierd.core.transfers.transfers.VERIFY", 0)
     monkeypatch.setitem(STEPS, faults.daemon_dies, 2.0)
     with pytest.raises(SimulationFailed, match=r"wrong bytes(.|\n)*--seed \d+ --steps 5000"):
-        run_many(2, 200_000, Coverage())
+        run_many(5, 200_000, Coverage())
 
 
 def test_a_read_that_is_given_up_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
