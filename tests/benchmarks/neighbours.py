@@ -31,7 +31,7 @@ from tests.security.people import ATTACKER, GID, GROUP, VICTIM, session
 from tests.support.process import Daemon
 
 REPO = Path(__file__).resolve().parents[2]
-ATTACKS = ("burn", "loads", "stores", "gates", "lookups")
+ATTACKS = ("burn", "loads", "stores", "gates", "lookups", "calls")
 FRAGMENTS = (1 << 16, 1 << 16)
 """Two planes of 64 KiB: a block has 128 KiB."""
 VICTIM_BLOCKS, ATTACKER_BLOCKS = 8, 64
@@ -104,11 +104,18 @@ def _lookups(one: RawSession, number: int) -> None:
         one.attached.call(lookup=cache_pb2.LookupRequest(queries=[query]))
 
 
+def _calls(one: RawSession, number: int) -> None:
+    keys = hashes(1, seed=number)
+    while True:
+        one.lookup(keys)
+
+
 _WORST: dict[str, Callable[[RawSession, int], None]] = {
     "loads": _loads,
     "stores": _stores,
     "gates": _gates,
     "lookups": _lookups,
+    "calls": _calls,
 }
 
 

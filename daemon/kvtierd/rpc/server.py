@@ -159,12 +159,12 @@ class RpcServer:
             connection = self._connections.by_token(request.session.token)
             self._connections.heard(connection)
             await self._connections.pace.wait(connection.peer.tenant)
-            started_s = time.perf_counter()
+            started_s, used_s = time.perf_counter(), time.thread_time()
             reply = call(request, connection.caller(request.session.epoch))
             if isinstance(reply, Awaitable):
                 return await reply
-            took_s = time.perf_counter() - started_s
-            self._connections.pace.spent(connection.peer.tenant, took_s)
+            took_s, used_s = time.perf_counter() - started_s, time.thread_time() - used_s
+            self._connections.pace.spent(connection.peer.tenant, used_s)
             self._observe(observed, took_s)
             return reply
 
