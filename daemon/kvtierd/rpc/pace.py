@@ -33,7 +33,8 @@ COUNT_EVERY_S = 0.05
 ACTIVE = 0.02
 """A tenant that uses less of the loop is not counted among those that want an even part."""
 TENANTS_MAX = 4_096
-WAIT_S_MIN = 0.001
+WAIT_S_MIN, WAIT_S_MAX = 0.001, 1.0
+"""A call waits no longer, whatever its tenant has used: a session must not end as silent because of it."""
 
 
 @dataclass(slots=True)
@@ -79,9 +80,11 @@ class LoopPace:
         if tenant not in self._accounts or self._over_s(tenant) <= 0:
             return
         async with self._accounts[tenant].waiting:
+            until_s = self._clock() + WAIT_S_MAX
             # There is no event to wait for: the debt falls as time goes by.
-            while (over_s := self._over_s(tenant)) > 0:  # noqa: ASYNC110
-                await asyncio.sleep(max(over_s / self._heavy_share, WAIT_S_MIN))
+            while (over_s := self._over_s(tenant)) > 0 and self._clock() < until_s:
+                pause_s = max(over_s / self._heavy_share, WAIT_S_MIN)
+                await asyncio.sleep(min(pause_s, until_s - self._clock()))
 
     def spent(self, tenant: str, seconds: float) -> None:
         """A call of the tenant has kept the loop for so long. Give processor time of the loop's thread: while

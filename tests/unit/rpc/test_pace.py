@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from kvtierd.rpc.pace import ALLOWED_S, BRIEF_S, LONG_COUNTS, MESSAGE_S, PART, LoopPace
+from kvtierd.rpc.pace import ALLOWED_S, BRIEF_S, LONG_COUNTS, MESSAGE_S, PART, WAIT_S_MAX, LoopPace
 
 CALL_S = BRIEF_S + MESSAGE_S
 """What a brief call counts for, and how long it keeps the loop with what gRPC does for it."""
@@ -107,7 +107,7 @@ async def test_long_calls_count_for_more_than_their_time(world: Callable[[int], 
     two.pace.spent("other", BRIEF_S)
     long_s = 0.002
     counted_s = MESSAGE_S + BRIEF_S + LONG_COUNTS * (long_s - BRIEF_S)
-    two.pace.spent("heavy", 1.0)
+    two.pace.spent("heavy", 0.05)
     await two.use("heavy", 10, long_s)
     part = await two.use("heavy", 1_000, long_s)
     assert part == pytest.approx(PART * (long_s + MESSAGE_S) / counted_s, rel=0.1)
@@ -117,7 +117,7 @@ async def test_calls_that_cost_nothing_to_handle_count_for_what_grpc_does(
     world: Callable[[int], World],
 ) -> None:
     two = world(2)
-    two.pace.spent("flood", 1.0)
+    two.pace.spent("flood", 0.05)
     await two.use("flood", 10, 0.0)
     assert await two.use("flood", 1_000, 0.0) < PART * 1.1
 
@@ -145,6 +145,14 @@ async def test_heavy_tenants_that_went_away_take_nothing_from_the_others(
     assert await crowd.use("heavy", 1_000) == pytest.approx(PART, rel=0.15)
 
 
+async def test_nobody_waits_for_longer_than_a_second(world: Callable[[int], World]) -> None:
+    """A session must not end as silent because its tenant has used much."""
+    two = world(2)
+    two.pace.spent("busy", 100.0)
+    await two.pace.wait("busy")
+    assert two.slept_s == pytest.approx(WAIT_S_MAX)
+
+
 async def test_a_tenant_that_is_alone_has_all_of_it(world: Callable[[int], World]) -> None:
     one = world(1)
     await one.use("alone", 10, 1.0)
@@ -154,8 +162,8 @@ async def test_a_tenant_that_is_alone_has_all_of_it(world: Callable[[int], World
 async def test_calls_of_one_tenant_wait_one_behind_the_other(world: Callable[[int], World]) -> None:
     """However many calls a tenant makes at once, they are not all let go when its debt is paid."""
     two = world(2)
-    two.pace.spent("busy", 1.0)
-    counted_s = MESSAGE_S + BRIEF_S + LONG_COUNTS * (1.0 - BRIEF_S)
+    two.pace.spent("busy", 0.04)
+    counted_s = MESSAGE_S + BRIEF_S + LONG_COUNTS * (0.04 - BRIEF_S)
     done: list[float] = []
 
     async def call() -> None:
@@ -164,5 +172,5 @@ async def test_calls_of_one_tenant_wait_one_behind_the_other(world: Callable[[in
         done.append(two.now_s)
 
     await asyncio.gather(*(call() for _ in range(4)))
-    assert done[0] == pytest.approx(100 + (counted_s - ALLOWED_S) / PART)
+    assert done[0] == pytest.approx(100 + (counted_s - ALLOWED_S) / PART, abs=0.002)
     assert all(later - earlier > 0.1 for earlier, later in itertools.pairwise(done))
