@@ -12,7 +12,7 @@ from kvtierd.config import settings
 from kvtierd.ctl.terminal import show
 
 T = TypeVar("T")
-EXIT_USAGE = 2
+EXIT_USAGE, EXIT_FILE = 2, 1
 CAPACITIES = "0.5%,1%,2%,5%,10%,25%,50%,100%"
 
 
@@ -41,6 +41,19 @@ CAPACITIES = "0.5%,1%,2%,5%,10%,25%,50%,100%"
     metavar="TOKENS",
     help="How many tokens a second the engine computes, to say what hits save.",
 )
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Draw hit rate against capacity: a .png, .svg or .pdf.",
+)
+@click.option(
+    "--html",
+    "html_page",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Write a page with the drawing and all figures.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
 def simulate(
     trace: Path,
@@ -48,22 +61,31 @@ def simulate(
     policy: str,
     block_bytes: str | None,
     prefill_tokens_per_s: float | None,
+    plot: Path | None,
+    html_page: Path | None,
     as_json: bool,
 ) -> None:
     """Say what a trace of requests would have hit with pools of other sizes.
 
     TRACE has lines of JSON as Mooncake publishes them (hash_ids, input_length, timestamp; compressed by gzip
     or not), or is an archive of numpy arrays (parent, leaf, intok, ts). It is replayed through the daemon's
-    own core, with an engine that has no cache of its own. No daemon need run. Policies: lru is what the
-    daemon does; reuse learns how blocks come back; optimum knows the future and shows what is left to win.
+    own core, with an engine that has no cache of its own. No daemon need run. Policies: lru and reuse are
+    those of pool.policy; reuse learns how blocks come back. optimum knows the future and shows what is left
+    to win. fifo, arc and s3fifo are from books, to compare with: the daemon does not have them.
     """
     # Imported only here, because no other command needs the core.
     from rich.console import Console
 
+    from kvtierd.ctl import simulation_plot
     from kvtierd.ctl.simulation import capacities, page, policies, results_as_json, simulated
     from kvtierd.simulate.traces import TraceError, read
 
     interrupts.instead("kvtierctl: interrupted")
+    if plot is not None and plot.suffix not in simulation_plot.PICTURES:
+        message = f"{plot.name} is no {', '.join(simulation_plot.PICTURES)} file"
+        raise click.BadParameter(message, param_hint="--plot")
+    if (plot or html_page) and not simulation_plot.can_draw():
+        raise click.UsageError(simulation_plot.CANNOT_DRAW)
     try:
         requests = read(trace)
     except (TraceError, OSError) as error:
@@ -75,6 +97,14 @@ def simulate(
     names = _parsed("--policy", policies, policy)
     sizes = _parsed("--capacity", lambda text: capacities(text, requests, bytes_of_block), capacity)
     results = simulated(requests, names, sizes, Console(stderr=True))
+    try:
+        if plot is not None:
+            simulation_plot.draw(plot, requests, results)
+        if html_page is not None:
+            simulation_plot.write_page(html_page, requests, results, prefill_tokens_per_s)
+    except OSError as error:
+        click.echo(f"kvtierctl: cannot write: {error}", err=True)
+        raise SystemExit(EXIT_FILE) from None
     if as_json:
         click.echo(json.dumps(results_as_json(requests, results, prefill_tokens_per_s), indent=2))
     else:

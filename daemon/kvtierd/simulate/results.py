@@ -3,14 +3,22 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtierd.simulate import optimum
+from kvtierd.simulate import classic, optimum
 from kvtierd.simulate.host import SimulatedHost, hashes_of
 from kvtierd.simulate.traces import I64, Trace
 
 LRU, REUSE, OPTIMUM = "lru", "reuse", "optimum"
+CLASSIC: dict[str, Callable[[int], classic.Policy]] = {
+    "fifo": classic.Fifo,
+    "arc": classic.Arc,
+    "s3fifo": classic.S3Fifo,
+}
 POLICIES = {
     LRU: "what has not been used for longest goes first, ends of prompts before their beginnings",
     REUSE: "what is least likely to come back soon goes first, by what is learnt of blocks like it",
+    "fifo": "what was stored first goes first",
+    "arc": "ARC, of blocks by themselves",
+    "s3fifo": "S3-FIFO, of blocks by themselves",
     OPTIMUM: "the most that any policy could hit, which knows the future",
 }
 TELL_EVERY = 64
@@ -41,6 +49,10 @@ def hit_rates(
     """Replays a trace, whose paths these are, on an empty cache that keeps at least one block."""
     if policy == OPTIMUM:
         found, inserts = optimum.hits(paths, trace.blocks, capacity_blocks)
+        progress(trace.requests)
+    elif policy in CLASSIC:
+        classical = CLASSIC[policy](capacity_blocks)
+        found, inserts = classic.hits(paths, classical), classical.inserts
         progress(trace.requests)
     else:
         host = SimulatedHost(capacity_blocks, ranks=policy == REUSE)

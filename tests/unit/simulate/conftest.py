@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner, Result
+from kvtierd.ctl.commands import main
 from kvtierd.simulate.traces import Trace
 
 MakeTrace = Callable[..., Trace]
@@ -52,3 +55,22 @@ def real_trace(name: str) -> Path:
     if not path.exists():
         pytest.skip(f"{path.name} is not here: KVTIER_TRACES names the folder of published traces")
     return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path, make_trace: MakeTrace) -> Path:
+    made = make_trace(4, requests=100)
+    path = tmp_path / "trace.npz"
+    arrays: dict[str, Any] = {
+        "parent": made.parent,
+        "leaf": made.leaf,
+        "intok": made.tokens,
+        "ts": made.arrival_s,
+    }
+    np.savez(path, block=made.block_tokens, **arrays)
+    return path
+
+
+def run(*arguments: object) -> Result:
+    """`kvtierctl simulate` with these arguments."""
+    return CliRunner().invoke(main, ["simulate", *map(str, arguments)])

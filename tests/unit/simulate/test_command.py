@@ -6,30 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from click.testing import CliRunner, Result
-from kvtierd.ctl.commands import main
 
-from tests.unit.simulate.conftest import MakeTrace
-
-
-@pytest.fixture
-def trace(tmp_path: Path, make_trace: MakeTrace) -> Path:
-    made = make_trace(4, requests=100)
-    path = tmp_path / "trace.npz"
-    arrays: dict[str, Any] = {
-        "parent": made.parent,
-        "leaf": made.leaf,
-        "intok": made.tokens,
-        "ts": made.arrival_s,
-    }
-    np.savez(path, block=made.block_tokens, **arrays)
-    return path
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["simulate", *map(str, arguments)])
+from tests.unit.simulate.conftest import run
 
 
 def as_json(*arguments: object) -> dict[str, Any]:
@@ -87,7 +66,10 @@ def test_people_get_a_row_for_each_policy_and_size(trace: Path) -> None:
         (("--capacity", "nan%"), "'nan%' is no size"),
         (("--capacity", "0.0001%"), "less than one block"),
         (("--capacity", ","), "write sizes"),
-        (("--policy", "best"), "there is no policy best: write some of lru, reuse, optimum"),
+        (
+            ("--policy", "best"),
+            "there is no policy best: write some of lru, reuse, fifo, arc, s3fifo, optimum",
+        ),
         (("--policy", ""), "there is no policy"),
         (("--block-bytes", "0"), "at least one byte"),
         (("--prefill-rate", "0"), "--prefill-rate"),

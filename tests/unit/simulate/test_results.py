@@ -141,6 +141,9 @@ def test_a_prompt_longer_than_a_lookup_and_a_store_may_be() -> None:
         ("mooncake", 1, OPTIMUM, "25.12"),
         ("claude", 1, LRU, "31.78"),
         ("claude", 1, OPTIMUM, "56.18"),
+        ("claude", 2, "fifo", "53.16"),
+        ("claude", 2, "arc", "59.76"),
+        ("claude", 2, "s3fifo", "55.39"),
     ],
 )
 def test_published_traces_give_the_published_digits(
