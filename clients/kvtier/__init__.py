@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kvtier.layout import Group, GroupKind, Namespace, Plane
     from kvtier.lookups import HIT, MISS, PENDING, GroupLookup, Lease, Lookup
     from kvtier.memory import DeviceShareable, Shareable, SharedBuffer
-    from kvtier.queries import BlockIds, GroupQuery, Hashes, LookupMode
+    from kvtier.queries import BlockIds, Chain, GroupQuery, Hashes, LookupMode
     from kvtier.retention import Retention
     from kvtier.spec import ClientOptions, Role
     from kvtier.status import ClientState, ClientStatus, Counters
@@ -62,6 +62,7 @@ __all__ = [
     "MISS",
     "PENDING",
     "BlockIds",
+    "Chain",
     "Client",
     "ClientOptions",
     "ClientState",
@@ -130,6 +131,7 @@ _HOMES = {
     ),
     "kvtier.queries": (
         "BlockIds",
+        "Chain",
         "GroupQuery",
         "Hashes",
         "LookupMode",

@@ -19,6 +19,7 @@ from kvtier.lookups import Lease, Lookup
 from kvtier.memory import Memory, SharedBuffer, StreamDoorbells
 from kvtier.queries import (
     BlockIds,
+    Chain,
     GroupQuery,
     Hashes,
     LookupMode,
@@ -280,14 +281,18 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         mode: LookupMode = LookupMode.PREFIX,
         lease: bool = False,
         host_only: bool = False,
+        again: bool = False,
     ) -> CallT:
         """Sends a lookup, as `lookup` does, and returns at once. Many may be on their way at once.
+
+        again: the same request of the engine asked about these blocks before, so the daemon does not take
+            this for another use of them.
 
         Wait for every call or abandon it, because its answer may hold a lease.
         """
         joined, asked = self._asked(hashes, queries, group, mode)
         with self._threads.lock:
-            record = self._session.lookup(joined, asked, lease=lease, host_only=host_only)
+            record = self._session.lookup(joined, asked, lease=lease, host_only=host_only, again=again)
             self._threads.wake_writer()
         return self._call_type(self._threads, record)
 
@@ -478,6 +483,7 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         doorbell: Doorbell | None = None,
         retention: Retention | None = None,
         lazily: bool = False,
+        chains: Sequence[Chain] = (),
     ) -> TransferT:
         """Submits a store, for all ranks of the instance, and returns at once.
 
@@ -492,6 +498,9 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         lazily: nobody waits for its end. It is sent with the next message, after `flush`, or at the latest
             with the next heartbeat, and its end may be told up to 10 ms later, together with that of others.
             Spares both sides messages.
+        chains: how the blocks belong together, if the store has those of several prompts or begins within
+            one: all n blocks, one chain after the other. A daemon that learns what to keep evicts no block
+            before those that follow it. Without it, it learns that from lookups alone.
 
         The blocks must not change until the transfer is fenced. Raises KvtierError for hashes of another
         length, for other counts, and for ids that do not exist; what the daemon refuses is told by the
@@ -504,9 +513,15 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
         if len(ids) != count:
             message = f"one block id for each of the {count} hashes"
             raise KvtierError(Reason.COUNT_MISMATCH, message, field="block_ids", value=len(ids))
+        if chains and sum(chain.blocks for chain in chains) != count:
+            told = ", ".join(str(chain.blocks) for chain in chains)
+            message = f"together, the chains have the {count} blocks of the store"
+            raise KvtierError(Reason.COUNT_MISMATCH, message, field="chains", value=told)
         self._check_doorbell(doorbell)
         with self._threads.lock:
-            record = self._session.store(group, joined, ids, doorbell, retention, lazily=lazily)
+            record = self._session.store(
+                group, joined, ids, doorbell, retention, lazily=lazily, chains=chains
+            )
             self._threads.wake_writer()
         return self._transfer_type(self._threads, record)
 

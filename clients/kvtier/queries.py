@@ -33,6 +33,25 @@ class LookupMode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """Blocks of a store that follow each other in one prompt, without a gap. Raises KvtierError MALFORMED for
+    less than one block."""
+
+    blocks: int
+    previous: bytes = b""
+    """The hash of the block before the first; empty if that is the first of its prompt, or if it is not
+    known."""
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise KvtierError(Reason.MALFORMED, "must be at least 1", field="chain.blocks", value=self.blocks)
+
+    def to_proto(self) -> cache_pb2.Chain:
+        """Returns it as it is sent with a store."""
+        return cache_pb2.Chain(blocks=self.blocks, previous_hash=self.previous)
+
+
+@dataclass(frozen=True, slots=True)
 class GroupQuery:
     """What is asked about one group. Raises KvtierError MALFORMED, naming the field, for values that make no
     sense."""

@@ -32,11 +32,14 @@ class StoreResult(Enum):
     EXISTS = 1
     PENDING = 2
     THROTTLED = 3
+    UNWANTED = 4
+    """It is not worth its room, or what comes before it is not there. Do not offer it again for the same
+    request."""
 
     @classmethod
     def of(cls, value: int) -> "StoreResult":
         """Returns the result that a byte of the message means. An unknown one counts as THROTTLED."""
-        return cls(value) if value <= cls.THROTTLED.value else cls.THROTTLED
+        return cls(value) if value <= cls.UNWANTED.value else cls.THROTTLED
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ class IndexPage:
         From now on clients rely on it that a hash that is missing is not there.
         """
 
+    def incomplete(self) -> None:
+        """From now on clients ask about every hash."""
+
     @property
     def left_out(self) -> int:
         """How many hashes found no place."""
@@ -106,10 +109,33 @@ class BlockTable:
     def ranks(self) -> bool:
         """Whether victims are ranked by their chance of reuse."""
 
+    def rank(self, history_blocks: int) -> None:
+        """
+        Begins to rank, with nothing learnt: blocks that are there count as asked for once, the least recent first.
+        """
+
+    def stop_ranking(self) -> None:
+        """From now on the least recent goes first. What was learnt is forgotten."""
+
+    def learnt(self) -> bytes:
+        """
+        What was learnt of reuse, for restore_learnt(); empty if the table does not rank.
+        """
+
+    def restore_learnt(self, saved: bytes) -> bool:
+        """
+        Goes on with what another table has learnt. Returns False, and changes nothing, if this version cannot use it.
+        """
+
     def asked(self, space: int, domain: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> None:
         """
         A prompt of these blocks, from its first on, is asked for. `hashes` has shape (n, 32). Changes nothing unless
         the table ranks.
+        """
+
+    def asked_each(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        Each of these blocks is asked for by itself. Changes nothing unless the table ranks.
         """
 
     def chained(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:

@@ -342,13 +342,44 @@ void BlockTable::asked(std::uint32_t space, std::uint16_t domain, std::span<cons
     std::vector<std::uint32_t> entries(n);
     std::vector<std::uint8_t> states(n);
     lookup(space, hashes, entries.data(), states.data());
-    for (std::size_t i = 0; i < n; ++i) keys[i] = key_hash_.wide(space, hashes.data() + i * kHashBytes);
+    for (std::size_t i = 0; i < n; ++i) {
+        keys[i] = key_hash_.wide(space, hashes.data() + i * kHashBytes);
+        if (entries[i] != kNoEntry && entries_[entries[i]].domain != domain) entries[i] = kNoEntry;
+    }
     order_->asked(domain, keys, entries);
+}
+
+void BlockTable::asked_each(Entries entries) {
+    for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
+    if (!order_) return;
+    for (const std::uint32_t id : entries) {
+        const std::uint64_t key = key_hash_.wide(entries_[id].space, entries_[id].hash);
+        order_->asked(entries_[id].domain, {&key, 1}, {&id, 1});
+    }
+}
+
+void BlockTable::rank(std::size_t history_blocks) {
+    order_ = std::make_unique<ReuseOrder>(entries_.size(), history_blocks);
+    for (std::uint32_t id = 0; id < used_; ++id)
+        if (const Entry& entry = entries_[id]; entry.state != kAbsent) order_->created(id, key_hash_.wide(entry.space, entry.hash));
+    for (std::size_t domain = 0; domain < domains_.size(); ++domain) {
+        std::uint32_t age = domains_[domain].linked;
+        for (std::uint32_t id = domains_[domain].oldest - 1; id != kNoEntry; id = entries_[id].next, --age) {
+            order_->aged(id, age);
+            order_->evictable(id, static_cast<std::uint16_t>(domain));
+        }
+    }
 }
 
 void BlockTable::chained(Entries entries) {
     for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
-    if (order_ && !entries.empty()) order_->chained(entries, entries_[entries[0]].domain);
+    if (!order_) return;
+    for (std::size_t first = 0, end; first < entries.size(); first = end) {
+        const std::uint16_t domain = entries_[entries[first]].domain;
+        for (end = first + 1; end < entries.size() && entries_[entries[end]].domain == domain; ++end) {
+        }
+        order_->chained(entries.subspan(first, end - first), domain);
+    }
 }
 
 std::size_t BlockTable::admitted(std::uint16_t domain, Entries entries, std::size_t free) const {

@@ -83,12 +83,21 @@ class BlockTable {
 
     // A prompt of these blocks, from its first on, is asked for. Without ranks, nothing happens.
     void asked(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes);
+    // Each of these entries is asked for by itself. Without ranks, nothing happens.
+    void asked_each(Entries entries);
     // Entries that follow each other in a prompt. Without ranks, nothing happens.
     void chained(Entries entries);
     // How many of these new entries, in their order, are worth their room, if there is room for `free` of them. Without ranks,
     // all are.
     std::size_t admitted(std::uint16_t domain, Entries entries, std::size_t free) const;
     bool ranks() const { return order_ != nullptr; }
+    // Begins to rank, with nothing learnt; blocks that are there count as asked for once, the least recent first. Or stops.
+    void rank(std::size_t history_blocks);
+    void stop_ranking() { order_.reset(); }
+    // What was learnt, as bytes; empty without ranks. restore_learnt() returns false, and changes nothing, if it cannot use
+    // them.
+    std::vector<std::byte> learnt() const { return order_ ? order_->saved() : std::vector<std::byte>{}; }
+    bool restore_learnt(std::span<const std::byte> saved) { return order_ && order_->restore(saved); }
     // Up to n of the first `horizon` victims that have none of these flags.
     std::size_t coldest(std::uint16_t domain, std::size_t n, std::uint8_t without_flags, std::size_t horizon,
                         std::uint32_t* out) const;

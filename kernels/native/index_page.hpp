@@ -95,6 +95,8 @@ class IndexPage {
     void remove(const Place& place);
     // From now on clients rely on it that a hash that is missing is not there.
     void complete() { words_.set_header(index_complete, 1); }
+    // From now on they do not.
+    void incomplete() { words_.set_header(index_complete, 0); }
 
     std::uint64_t left_out() const { return left_out_; }
 

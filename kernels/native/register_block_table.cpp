@@ -171,6 +171,23 @@ void asked(GuardedTable& guarded, std::uint32_t space, std::uint16_t domain, Has
     table->asked(space, domain, hashes.span());
 }
 
+void rank(GuardedTable& guarded, std::size_t history_blocks) {
+    const Table table(guarded);
+    const ReleaseGilIf release(true);
+    table->rank(history_blocks);
+}
+
+nb::bytes learnt(GuardedTable& guarded) {
+    const Table table(guarded);
+    const std::vector<std::byte> saved = table->learnt();
+    return nb::bytes(saved.data(), saved.size());
+}
+
+bool restore_learnt(GuardedTable& guarded, nb::bytes saved) {
+    const Table table(guarded);
+    return table->restore_learnt({static_cast<const std::byte*>(saved.data()), saved.size()});
+}
+
 std::size_t admitted(GuardedTable& guarded, std::uint16_t domain, EntriesArg entries_arg, std::size_t free) {
     const Entries entries(entries_arg);
     const Table table(guarded);
@@ -297,10 +314,19 @@ void register_block_table(nb::module_& module) {
              "from asked(), and not the least recent; at least `history_blocks` that are gone are remembered for it.")
         .def_prop_ro("ranks", [](GuardedTable& guarded) { return Table(guarded)->ranks(); },
                      "Whether victims are ranked by their chance of reuse.")
+        .def("rank", &rank, "history_blocks"_a,
+             "Begins to rank, with nothing learnt: blocks that are there count as asked for once, the least recent first.")
+        .def("stop_ranking", [](GuardedTable& guarded) { Table(guarded)->stop_ranking(); },
+             "From now on the least recent goes first. What was learnt is forgotten.")
+        .def("learnt", &learnt, "What was learnt of reuse, for restore_learnt(); empty if the table does not rank.")
+        .def("restore_learnt", &restore_learnt, "saved"_a,
+             "Goes on with what another table has learnt. Returns False, and changes nothing, if this version cannot use it.")
         .def("asked", &asked, "space"_a, "domain"_a, "hashes"_a,
              nb::sig("def asked(self, space: int, domain: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> None"),
              "A prompt of these blocks, from its first on, is asked for. `hashes` has shape (n, 32). Changes nothing unless\n"
              "the table ranks.")
+        .def("asked_each", &change<&T::asked_each>, "entries"_a,
+             "Each of these blocks is asked for by itself. Changes nothing unless the table ranks.")
         .def("chained", &change<&T::chained>, "entries"_a,
              "Says that these blocks follow each other in a prompt. Of those with `ranks`, none goes before its followers.")
         .def("admitted", &admitted, "domain"_a, "entries"_a, "free"_a,

@@ -66,6 +66,7 @@ void register_index_page(nb::module_& module) {
         .def_static("bytes_for", &SharedIndexPage::bytes_for, "blocks"_a, "Bytes of a page with room for so many hashes.")
         .def("complete", &SharedIndexPage::complete,
              "From now on clients rely on it that a hash that is missing is not there.")
+        .def("incomplete", &SharedIndexPage::incomplete, "From now on clients ask about every hash.")
         .def_prop_ro("left_out", &SharedIndexPage::left_out, "How many hashes found no place.");
     nb::class_<Reader>(module, "IndexReader", "A client's view of an index page, for use in any thread.")
         .def(nb::init<BufferArg, std::size_t>(), "buffer"_a, "hash_bytes"_a,

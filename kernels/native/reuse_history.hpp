@@ -1,5 +1,5 @@
-// What is remembered of blocks that are not there: two generations of equal size, of which the older one is forgotten as a
-// whole when the newer one is full.
+// What is remembered of blocks that are not there: two generations of equal size. The older one is forgotten little by little
+// while the second half of the newer one fills, so that no call takes long.
 #pragma once
 
 #include <bit>
@@ -35,18 +35,23 @@ class ReuseHistory {
         return older_->find(key);
     }
 
-    // Remembers a block that is not. If there is no room, the older generation goes, and forget(block) is called for each of
-    // it.
+    // Remembers a block that is not. Where others are forgotten for it, forget(block) is called for each.
     template <class Forget>
     void put(const Remembered& block, Forget forget) {
         if (Remembered* const place = newer_->place_of(block.key); place != nullptr) {
             *place = block;
             return;
         }
-        if (newer_->blocks.size() == limit_) {
-            for (const Remembered& each : older_->blocks)
-                if (each.touches != 0) forget(each);
+        const std::size_t room = limit_ - newer_->blocks.size();
+        const std::size_t may_stay = 2 * room;  // of the older generation
+        for (; older_->blocks.size() - forgotten_ > may_stay; ++forgotten_) {
+            Remembered& oldest = older_->blocks[forgotten_];
+            if (oldest.touches != 0) forget(oldest);
+            oldest.touches = 0;
+        }
+        if (room == 0) {
             older_ = std::exchange(newer_, std::make_unique<Generation>(limit_));
+            forgotten_ = 0;
         }
         newer_->put(block);
     }
@@ -61,7 +66,8 @@ class ReuseHistory {
 
    private:
     struct Generation {
-        explicit Generation(std::size_t limit) : places(std::bit_ceil(limit + limit / 2), false) {}
+        // Takes addresses for all of it now, and memory as it is filled: growing would copy it.
+        explicit Generation(std::size_t limit) : places(std::bit_ceil(limit + limit / 2), false) { blocks.reserve(limit); }
 
         // Where a block is or was.
         Remembered* place_of(std::uint64_t key) {
@@ -89,6 +95,7 @@ class ReuseHistory {
     };
 
     std::size_t limit_;
+    std::size_t forgotten_ = 0;  // of the older generation, from its first on
     std::unique_ptr<Generation> newer_, older_;
 };
 

@@ -13,6 +13,8 @@ constexpr std::size_t kSomewhere = 16, kMany = 65;
 constexpr std::size_t kLooks = 1024, kLooksPerBlock = 32, kPromptsMin = 100;
 // What goes next is decided for so many blocks beyond those that are asked for, and anew after so many accesses.
 constexpr std::size_t kQueued = 256;
+// Blocks before one that are looked at before it gets a child that has children.
+constexpr std::size_t kFollowed = 1024;
 constexpr std::uint32_t kQueueAge = 100;
 
 }  // namespace
@@ -135,6 +137,11 @@ void ReuseOrder::asked(std::uint16_t domain, std::span<const std::uint64_t> keys
         block.of_class = static_cast<std::uint16_t>((block.of_class & ~kClassMask) | known.of_class);
         if (in_tree) into_tree(id, domain);
     }
+    for (std::size_t first = 0, end; first < n; first = end + 1) {
+        for (end = first; end < n && entries[end] != kNoEntry; ++end) {
+        }
+        chained(entries.subspan(first, end - first), domain);
+    }
     look_at_some(n);
 }
 
@@ -149,12 +156,25 @@ void ReuseOrder::remember(std::uint64_t key, const Remembered& block) {
 void ReuseOrder::chained(Ids entries, std::uint16_t domain) {
     for (std::size_t i = 1; i < entries.size(); ++i) {
         Block& child = blocks_[entries[i]];
-        if (entries[i] == entries[i - 1] || parent_of(child) != nullptr) continue;
+        if (entries[i] == entries[i - 1] || parent_of(child) != nullptr || follows(entries[i - 1], entries[i])) continue;
         Block& parent = blocks_[entries[i - 1]];
         child.parent = entries[i - 1];
         child.parent_birth = parent.birth;
         if (++parent.children == 1 && (parent.of_class & kInTree) != 0) out_of_tree(entries[i - 1], domain);
     }
+}
+
+// A child without children is followed by nobody. So that nobody makes this take long, a chain is followed for some time only.
+bool ReuseOrder::follows(std::uint32_t id, std::uint32_t other) const {
+    if (blocks_[other].children == 0) return false;
+    const Block* block = &blocks_[id];
+    for (std::size_t steps = 0; steps < kFollowed; ++steps) {
+        const Block* const parent = parent_of(*block);
+        if (parent == nullptr) return false;
+        if (block->parent == other) return true;
+        block = parent;
+    }
+    return true;
 }
 
 void ReuseOrder::created(std::uint32_t id, std::uint64_t key) {

@@ -27,12 +27,15 @@ class ReuseOrder {
     // For a table of so many entries. Remembers at least so many blocks that are not there.
     ReuseOrder(std::size_t capacity, std::size_t history_blocks);
 
-    // A prompt is asked for: the keys of its blocks from the first on, and their entries, kNoEntry for those without one.
+    // A prompt is asked for: the keys of its blocks from the first on, and their entries, kNoEntry for those without one. Those
+    // that follow each other are chained.
     void asked(std::uint16_t domain, std::span<const std::uint64_t> keys, Ids entries);
     // Each entry is the child of the one before it, unless it has a parent already.
     void chained(Ids entries, std::uint16_t domain);
 
     void created(std::uint32_t id, std::uint64_t key);
+    // It was asked for so long ago. Only for one that has just been created.
+    void aged(std::uint32_t id, std::uint32_t age) { blocks_[id].touched = now_ - age; }
     void removed(std::uint32_t id, std::uint64_t key, std::uint16_t domain);
     void evictable(std::uint32_t id, std::uint16_t domain);
     void unevictable(std::uint32_t id, std::uint16_t domain);
@@ -43,6 +46,9 @@ class ReuseOrder {
     std::size_t victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const;
     // How many of these new entries, in their order, are to be kept, if there is room for `free` of them.
     std::size_t admitted(std::uint16_t domain, Ids entries, std::size_t free) const;
+
+    std::vector<std::byte> saved() const { return statistics_.saved(); }
+    bool restore(std::span<const std::byte> saved) { return statistics_.restore(saved); }
 
     std::size_t bytes() const { return blocks_.bytes() + history_.bytes(); }
     // What does not fit, or an empty string. `is_evictable(id)` says what the table thinks of its `used` first entries.
@@ -107,6 +113,8 @@ class ReuseOrder {
     void out_of_tree(std::uint32_t id, std::uint16_t domain);
     void count_tree(std::uint32_t root, std::size_t* count) const;
 
+    // Whether a block comes after another one, or may come: then it cannot be its parent, because neither would ever go.
+    bool follows(std::uint32_t id, std::uint32_t other) const;
     void child_gone(const Block& child, std::uint16_t domain);
     void remember(std::uint64_t key, const Remembered& block);
     void look_at_some(std::size_t asked_blocks);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 namespace kvtier {
@@ -23,6 +24,8 @@ constexpr double kFactorPrior = 50;  // reuses that a factor borrows
 constexpr double kClassPrior = 400;  // spells that a class borrows from its family
 constexpr double kKept = 0.995;      // of old spells, each time it is learnt
 constexpr double kChanceMin = 1e-6, kChanceMax = 0.95;
+// What saved bytes begin with. Change it when classes, steps or the meaning of a count change.
+constexpr char kSavedAs[8] = {'k', 'v', 'r', 'e', 'u', 's', 'e', '1'};
 
 using Ages = std::array<double, kSteps + 1>;
 
@@ -92,6 +95,15 @@ void ReuseStatistics::forgotten(std::uint16_t of_class, std::uint32_t age) { for
 void ReuseStatistics::open(std::uint16_t of_class, std::uint32_t age) { open_[of_class][step(age)] += 1; }
 
 void ReuseStatistics::learn() {
+    make_ranks();
+    for (unsigned c = 0; c < kClasses; ++c)
+        for (unsigned k = 0; k < kSteps; ++k) {
+            reused_[c][k] *= kKept;
+            forgotten_[c][k] *= kKept;
+        }
+}
+
+void ReuseStatistics::make_ranks() {
     // Spells at risk in each step: those that came to its end, those reused in it, and half of those that were last seen in
     // it without a reuse.
     std::vector<Steps> risk(kClasses);
@@ -163,10 +175,6 @@ void ReuseStatistics::learn() {
             own[k] = std::clamp(chance, kChanceMin, kChanceMax);
         }
         rank_class(static_cast<std::uint16_t>(c), own);
-        for (unsigned k = 0; k < kSteps; ++k) {
-            reused_[c][k] *= kKept;
-            forgotten_[c][k] *= kKept;
-        }
     }
 }
 
@@ -184,6 +192,34 @@ void ReuseStatistics::rank_class(std::uint16_t of_class, const Steps& chances) {
         ranks_[of_class][k] = static_cast<float>(best);
     }
     ranks_[of_class][kSteps - 1] = 0;
+}
+
+std::vector<std::byte> ReuseStatistics::saved() const {
+    std::vector<std::byte> out(sizeof kSavedAs);
+    std::memcpy(out.data(), kSavedAs, sizeof kSavedAs);
+    for (const std::vector<Steps>* counts : {&reused_, &forgotten_})
+        for (const Steps& steps : *counts)
+            for (const double count : steps) {
+                const float narrow = static_cast<float>(count);
+                const auto* const bytes = reinterpret_cast<const std::byte*>(&narrow);
+                out.insert(out.end(), bytes, bytes + sizeof narrow);
+            }
+    return out;
+}
+
+bool ReuseStatistics::restore(std::span<const std::byte> saved) {
+    constexpr std::size_t kCounts = 2 * std::size_t{kClasses} * kSteps;
+    if (saved.size() != sizeof kSavedAs + kCounts * sizeof(float)) return false;
+    if (std::memcmp(saved.data(), kSavedAs, sizeof kSavedAs) != 0) return false;
+    std::vector<float> counts(kCounts);
+    std::memcpy(counts.data(), saved.data() + sizeof kSavedAs, kCounts * sizeof(float));
+    if (!std::all_of(counts.begin(), counts.end(), [](float count) { return count >= 0 && count < 1e18f; })) return false;
+    auto next = counts.begin();
+    for (std::vector<Steps>* into : {&reused_, &forgotten_})
+        for (Steps& steps : *into)
+            for (double& count : steps) count = *next++;
+    make_ranks();
+    return true;
 }
 
 }  // namespace kvtier

@@ -9,7 +9,9 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace kvtier {
@@ -42,10 +44,16 @@ class ReuseStatistics {
     // Makes the ranks anew. Old spells count for less from then on.
     void learn();
 
+    // What was learnt, as bytes that only this version of the classes and steps understands. restore() returns false for
+    // others, and then nothing has changed.
+    std::vector<std::byte> saved() const;
+    bool restore(std::span<const std::byte> saved);
+
     float rank(std::uint16_t of_class, unsigned step) const { return ranks_[of_class][step]; }
 
    private:
     using Steps = std::array<double, kSteps>;
+    void make_ranks();
     void rank_class(std::uint16_t of_class, const Steps& chances);
 
     // By class and step: reuses, and spells that ended without one or are open.

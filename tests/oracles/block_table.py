@@ -51,6 +51,9 @@ class IndexPage:
     def complete(self) -> None:
         self.is_complete = True
 
+    def incomplete(self) -> None:
+        self.is_complete = False
+
 
 class HoldCounts:
     """Who holds which entries, as counts."""
@@ -274,7 +277,22 @@ class BlockTable:
 
     ranks = False
 
+    def rank(self, history_blocks: int) -> None:
+        raise NotImplementedError("the oracle goes by recency")
+
+    def stop_ranking(self) -> None:
+        pass
+
+    def learnt(self) -> bytes:
+        return b""
+
+    def restore_learnt(self, saved: bytes) -> bool:
+        return False
+
     def asked(self, space: int, domain: int, hashes: U8) -> None:
+        pass
+
+    def asked_each(self, entries: U32) -> None:
         pass
 
     def chained(self, entries: U32) -> None:

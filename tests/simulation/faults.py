@@ -16,7 +16,9 @@ from kvtierd.core.stimuli import (
     DiskJobFinished,
     Drain,
     PartFinished,
+    PoolPolicy,
     PoolPopulated,
+    Reconfigure,
     Resume,
     SessionReleased,
     SlotsChecked,
@@ -32,7 +34,7 @@ from tests.simulation.engine import (
     SCHEDULER,
 )
 from tests.simulation.worker import Told
-from tests.simulation.world import LIMITS, World
+from tests.simulation.world import LIMITS, SAMPLED_BYTES_PER_S, World
 
 
 def engine_dies(world: World) -> None:
@@ -226,6 +228,17 @@ def drain(world: World) -> None:
         world.draining = True
         world.faults["drain", "transfers open" if world.machine.core.transfers else "idle"] += 1
         world.do(Drain())
+
+
+def other_policy(world: World) -> None:
+    """A reload has the pool go by another policy, where the table can."""
+    policy = world.random.choice(list(PoolPolicy))
+    if not world.ranks:
+        policy = PoolPolicy.LRU
+    world.faults["policy", policy.value] += 1
+    world.do(
+        Reconfigure(world.random.choice((0, SAMPLED_BYTES_PER_S)), world.machine.core.disks.policy, policy)
+    )
 
 
 def daemon_dies(world: World) -> None:

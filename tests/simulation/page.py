@@ -26,6 +26,13 @@ class FakePage:
         self.page = IndexPage(self._memory, 1, blocks)
         self._reader = IndexReader(self._memory, 32)
 
+    @property
+    def is_relied_on(self) -> bool:
+        """Whether clients take what is missing in it for a miss."""
+        return bool(
+            self.page.is_complete if isinstance(self.page, oracle.IndexPage) else self._reader.complete
+        )
+
     def check(self, space: int, tables: list[Any]) -> None:
         """Once complete it has every block of its space that some table has, as often as tables have it, and
         nothing else; before that, nothing else either."""

@@ -110,6 +110,7 @@ def quiesce(world: World) -> None:
         world.restart(crash=True)
         return
     world.idle()
+    world.all_can_go()
 
 
 def engine_step(world: World) -> None:
@@ -189,6 +190,7 @@ STEPS: dict[Callable[[World], None], float] = {
     faults.data_rots: 0.3,
     faults.drain: 0.5,
     faults.clear: 0.2,
+    faults.other_policy: 0.2,
     faults.daemon_dies: 0.1,
     faults.writers_proven: 0.3,
     disk_faults.worker_lost: 0.15,

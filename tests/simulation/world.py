@@ -39,7 +39,7 @@ from kvtierd.core.actions import (
     WithdrawPage,
 )
 from kvtierd.core.blocks.slots import PoolGeometry
-from kvtierd.core.blocks.table import BlockFlag
+from kvtierd.core.blocks.table import BlockFlag, BlockState
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import NO_ENTRY, PAGE_BYTES, DiskId, SessionId, SpaceId, WorkerId
 from kvtierd.core.machine import Machine
@@ -103,7 +103,7 @@ DISK_POLICY = CoreDisks(
 DEVICES = 2
 ENGINES = 3
 MISS, PENDING, HIT = 0, 1, 2
-ACCEPTED, EXISTS, STILL_PENDING, THROTTLED = 0, 1, 2, 3
+ACCEPTED, EXISTS, STILL_PENDING, THROTTLED, UNWANTED = range(5)
 
 
 class Crash(Exception):
@@ -143,6 +143,15 @@ class World:
         pool = FakePool(GEOMETRY)
         pool.populated = self.random.choice((1, 3, GEOMETRY.extents))
         return pool
+
+    def all_can_go(self) -> None:
+        """Nothing holds a block of the host for ever, whatever was said of who follows whom."""
+        table = self.machine.core.blocks.table
+        dump = table.dump()
+        free = (dump["states"] == BlockState.READY) & (dump["pins"] == 0)
+        for domain in self.machine.core.blocks.domains.by_id:
+            there = int(np.count_nonzero(free & (dump["domains"] == domain)))
+            assert len(table.victims(domain, there + 1)) == there, "blocks that are free can never go"
 
     def _table(self, capacity: int, geometry: PoolGeometry) -> Any:
         pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.vllm
 
 ACTIVE = Outcome(TransferState.ACTIVE, fenced=False)
 LOST = Outcome(TransferState.FAILED, fenced=False)
-ACCEPTED, EXISTS, PENDING, THROTTLED = StoreResult
+ACCEPTED, EXISTS, PENDING, THROTTLED, UNWANTED = StoreResult
 
 
 class Numbering:
@@ -35,6 +35,8 @@ class Numbering:
         self.transfers: list[SimpleNamespace] = []
         self.stored: list[list[int]] = []
         """The blocks of each store."""
+        self.chains: list[list[tuple[int, bytes]]] = []
+        """How those of each belong together."""
 
     def known_run(self, hashes: Sequence[bytes], first: int, end: int, **options: Any) -> int:
         """Nothing is evicted."""
@@ -49,6 +51,7 @@ class Numbering:
 
     def store(self, hashes: Sequence[bytes], block_ids: Sequence[int], **options: Any) -> SimpleNamespace:
         self.stored.append(list(block_ids))
+        self.chains.append([(chain.blocks, chain.previous[:1]) for chain in options["chains"]])
         ticket = len(self.transfers) + 1
         made = SimpleNamespace(part=PartRef(1, ticket, ticket - 1, "store"), outcome=ACTIVE, results=None)
         self.transfers.append(made)
@@ -164,6 +167,30 @@ def test_who_is_refused_again_and_again_asks_ever_less_often() -> None:
     run.step()
     run.clock.now_s += PAUSE_MIN_S
     assert run.storer.has_room, "what was stored has shown that there is room"
+
+
+def test_what_is_not_worth_its_room_is_not_offered_again() -> None:
+    run = Running(4)
+    assert run.step() == [[1, 2, 3, 4]]
+    run.client.end(ACCEPTED, ACCEPTED, UNWANTED, UNWANTED)
+    run.clock.now_s += PAUSE_MAX_S
+    assert run.step() == []
+    assert run.storer.has_room, "others may be worth theirs"
+    assert run.request.failures == 0
+    run.blocks.append(5)
+    assert run.step() == [[5]], "the daemon says so again, for next to nothing"
+
+
+def test_a_store_says_which_blocks_follow_each_other() -> None:
+    run = Running(4)
+    run.step()
+    run.client.end(ACCEPTED, EXISTS, ACCEPTED, ACCEPTED)
+    run.step()
+    run.blocks += [5, 6]
+    run.storer.loaded(run.request.request, 0, [6], [bytes([7]) * 32])
+    run.blocks += [7, 8]
+    run.step()
+    assert run.client.chains == [[(4, b"")], [(2, b"\4"), (1, b"\7")]]
 
 
 def test_a_block_that_another_store_was_writing_is_asked_for_again_because_that_one_may_have_failed() -> None:

@@ -13,7 +13,7 @@ from threading import Event
 from kvtier import transfers
 from kvtier.errors import ConnectionLostError, KvtierError, Reason
 from kvtier.lookups import Lease, Lookup, LookupRecord, answer_of
-from kvtier.queries import GroupQuery, LookupMode, Touch, hashes_max
+from kvtier.queries import Chain, GroupQuery, LookupMode, Touch, hashes_max
 from kvtier.retention import Retention
 from kvtier.session.attachment import Attachment
 from kvtier.session.batches import in_batches
@@ -315,7 +315,13 @@ class ProtocolState:
         )
 
     def lookup(
-        self, hashes: bytes, queries: Sequence[GroupQuery], *, lease: bool, host_only: bool = False
+        self,
+        hashes: bytes,
+        queries: Sequence[GroupQuery],
+        *,
+        lease: bool,
+        host_only: bool = False,
+        again: bool = False,
     ) -> LookupRecord:
         """Sends a lookup. The record's event is set with the answer, at once if it is known already."""
         self.counters.lookups += 1
@@ -323,7 +329,9 @@ class ProtocolState:
         record, asked = self._admit(hashes, queries, counts=True)
         if asked:
             wire = [query.to_proto() for query in queries]
-            body = cache_pb2.LookupRequest(queries=wire, hashes=asked, lease=lease, host_only=host_only)
+            body = cache_pb2.LookupRequest(
+                queries=wire, hashes=asked, lease=lease, host_only=host_only, again=again
+            )
             self._send(record, lookup=body)
         return record
 
@@ -403,6 +411,7 @@ class ProtocolState:
         retention: Retention | None = None,
         *,
         lazily: bool = False,
+        chains: Sequence[Chain] = (),
     ) -> transfers.TransferRecord:
         """Submits a store of as many hashes as block ids, which are checked already. If `lazily`, its message
         may be sent with the next one, and its end be reported a little later, with that of others."""
@@ -416,6 +425,7 @@ class ProtocolState:
                 block_ids=block_ids,
                 retention=None if retention is None or retention.plain else retention.to_proto(),
                 lazily=lazily,
+                chains=[chain.to_proto() for chain in chains],
             )
             send = self._send_lazily if lazily else self._send
             send(Submitted(record, signals.ticket), store=request)

@@ -48,6 +48,10 @@ class _VerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """An operator dropped it (Clear)."""
     VERDICT_EXPIRED: _Verdict.ValueType  # 11
     """Its time was over (Retention.ttl_ms)."""
+    VERDICT_UNWANTED: _Verdict.ValueType  # 12
+    """It was not stored: it was not worth the room of what would have had to go (pool.policy reuse), or what comes before it
+    was not there.
+    """
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
 
@@ -73,6 +77,10 @@ VERDICT_CLEARED: Verdict.ValueType  # 10
 """An operator dropped it (Clear)."""
 VERDICT_EXPIRED: Verdict.ValueType  # 11
 """Its time was over (Retention.ttl_ms)."""
+VERDICT_UNWANTED: Verdict.ValueType  # 12
+"""It was not stored: it was not worth the room of what would have had to go (pool.policy reuse), or what comes before it
+was not there.
+"""
 global___Verdict = Verdict
 
 @typing.final
@@ -1200,6 +1208,7 @@ class Counters(google.protobuf.message.Message):
     REFUSED_LEASES_FIELD_NUMBER: builtins.int
     AUDITS_FIELD_NUMBER: builtins.int
     AUDIT_MISMATCHES_FIELD_NUMBER: builtins.int
+    UNWANTED_BLOCKS_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     lookup_hashes: builtins.int
     lookup_hits: builtins.int
@@ -1251,6 +1260,8 @@ class Counters(google.protobuf.message.Message):
     audits: builtins.int
     """The sums over all engines, see InstanceStatus."""
     audit_mismatches: builtins.int
+    unwanted_blocks: builtins.int
+    """Blocks that were not stored because they were not worth their room (pool.policy reuse)."""
     def __init__(
         self,
         *,
@@ -1287,7 +1298,8 @@ class Counters(google.protobuf.message.Message):
         refused_leases: builtins.int = ...,
         audits: builtins.int = ...,
         audit_mismatches: builtins.int = ...,
+        unwanted_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audit_mismatches", b"audit_mismatches", "audits", b"audits", "cancelled_transfers", b"cancelled_transfers", "cleared_blocks", b"cleared_blocks", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_blocks", b"expired_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_lease_limit", b"missed_lease_limit", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "refused_leases", b"refused_leases", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks", "unheld_blocks", b"unheld_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit_mismatches", b"audit_mismatches", "audits", b"audits", "cancelled_transfers", b"cancelled_transfers", "cleared_blocks", b"cleared_blocks", "deduplicated_blocks", b"deduplicated_blocks", "ended_epochs", b"ended_epochs", "evicted_blocks", b"evicted_blocks", "evicted_unwritten_blocks", b"evicted_unwritten_blocks", "expired_blocks", b"expired_blocks", "expired_leases", b"expired_leases", "failed_transfers", b"failed_transfers", "index_lookups", b"index_lookups", "integrity_failures", b"integrity_failures", "loaded_blocks", b"loaded_blocks", "loaded_bytes", b"loaded_bytes", "lookup_hashes", b"lookup_hashes", "lookup_hits", b"lookup_hits", "lookups", b"lookups", "missed_absent", b"missed_absent", "missed_beyond", b"missed_beyond", "missed_draining", b"missed_draining", "missed_lease_limit", b"missed_lease_limit", "missed_not_ready", b"missed_not_ready", "missed_pending", b"missed_pending", "missed_recompute", b"missed_recompute", "promoted_blocks", b"promoted_blocks", "promoted_bytes", b"promoted_bytes", "recompute_blocks", b"recompute_blocks", "refused_leases", b"refused_leases", "stored_blocks", b"stored_blocks", "stored_bytes", b"stored_bytes", "throttled_blocks", b"throttled_blocks", "unheld_blocks", b"unheld_blocks", "unwanted_blocks", b"unwanted_blocks"]) -> None: ...
 
 global___Counters = Counters

@@ -627,6 +627,7 @@ class LookupRequest(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     HASHES_FIELD_NUMBER: builtins.int
     HOST_ONLY_FIELD_NUMBER: builtins.int
+    AGAIN_FIELD_NUMBER: builtins.int
     lease: builtins.bool
     """Lease the blocks that hit, so that they stay until they are loaded or released, or the lease expires. As many are
     leased, from the first on, as there is room for. The others are not hits, but PENDING if a later lookup can lease
@@ -637,6 +638,10 @@ class LookupRequest(google.protobuf.message.Message):
     """See GroupQuery.hash_stride."""
     host_only: builtins.bool
     """Blocks that only lower tiers have are a MISS, and are not promoted. Needs the feature "retention"."""
+    again: builtins.bool
+    """These blocks were looked up before for the same request of the engine, for example because some were PENDING. It does
+    not count as another use of them. A daemon that does not know this field counts it.
+    """
     @property
     def session(self) -> global___SessionRef: ...
     @property
@@ -651,9 +656,10 @@ class LookupRequest(google.protobuf.message.Message):
         lease: builtins.bool = ...,
         hashes: builtins.bytes = ...,
         host_only: builtins.bool = ...,
+        again: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["hashes", b"hashes", "host_only", b"host_only", "lease", b"lease", "queries", b"queries", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["again", b"again", "hashes", b"hashes", "host_only", b"host_only", "lease", b"lease", "queries", b"queries", "session", b"session"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
@@ -894,6 +900,27 @@ class Retention(google.protobuf.message.Message):
 global___Retention = Retention
 
 @typing.final
+class Chain(google.protobuf.message.Message):
+    """Blocks of a store that follow each other in one prompt, without a gap."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    PREVIOUS_HASH_FIELD_NUMBER: builtins.int
+    blocks: builtins.int
+    previous_hash: builtins.bytes
+    """The hash of the block before the first; empty if that is the first of its prompt, or if it is not known."""
+    def __init__(
+        self,
+        *,
+        blocks: builtins.int = ...,
+        previous_hash: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "previous_hash", b"previous_hash"]) -> None: ...
+
+global___Chain = Chain
+
+@typing.final
 class StoreRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -904,6 +931,7 @@ class StoreRequest(google.protobuf.message.Message):
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     RETENTION_FIELD_NUMBER: builtins.int
     LAZILY_FIELD_NUMBER: builtins.int
+    CHAINS_FIELD_NUMBER: builtins.int
     group: builtins.int
     hashes: builtins.bytes
     """Block hashes one after another, in sequence order (a parent before its children)."""
@@ -923,6 +951,12 @@ class StoreRequest(google.protobuf.message.Message):
     def retention(self) -> global___Retention:
         """Holds for all blocks of the store, also those that are there already. Needs the feature "retention"."""
 
+    @property
+    def chains(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Chain]:
+        """What the blocks are, one chain after the other, all of them in as few as there can be. With it, the daemon does not
+        evict a block before those that follow it (pool.policy reuse). Without it, it learns that from lookups alone.
+        """
+
     def __init__(
         self,
         *,
@@ -933,9 +967,10 @@ class StoreRequest(google.protobuf.message.Message):
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
         retention: global___Retention | None = ...,
         lazily: builtins.bool = ...,
+        chains: collections.abc.Iterable[global___Chain] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["retention", b"retention", "session", b"session", "signals", b"signals"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "group", b"group", "hashes", b"hashes", "lazily", b"lazily", "retention", b"retention", "session", b"session", "signals", b"signals"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "chains", b"chains", "group", b"group", "hashes", b"hashes", "lazily", b"lazily", "retention", b"retention", "session", b"session", "signals", b"signals"]) -> None: ...
 
 global___StoreRequest = StoreRequest
 

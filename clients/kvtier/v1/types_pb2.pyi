@@ -121,6 +121,10 @@ class _StoreResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Another transfer is writing it, so there is nothing to copy."""
     STORE_RESULT_THROTTLED: _StoreResult.ValueType  # 3
     """There is no room now, so nothing is copied for this key."""
+    STORE_RESULT_UNWANTED: _StoreResult.ValueType  # 4
+    """It is not worth the room of what would have to go (pool.policy reuse), or the block before it is not there. Nothing is
+    copied for this key, and it is no use to offer it again for the same request.
+    """
 
 class StoreResult(_StoreResult, metaclass=_StoreResultEnumTypeWrapper):
     """What a submitted store did with one key. On the wire, one byte for each key, in the order of submission."""
@@ -133,6 +137,10 @@ STORE_RESULT_PENDING: StoreResult.ValueType  # 2
 """Another transfer is writing it, so there is nothing to copy."""
 STORE_RESULT_THROTTLED: StoreResult.ValueType  # 3
 """There is no room now, so nothing is copied for this key."""
+STORE_RESULT_UNWANTED: StoreResult.ValueType  # 4
+"""It is not worth the room of what would have to go (pool.policy reuse), or the block before it is not there. Nothing is
+copied for this key, and it is no use to offer it again for the same request.
+"""
 global___StoreResult = StoreResult
 
 class _TransferState:

@@ -54,6 +54,7 @@ class _Match:
     asked_s: float = 0.0
     asked_step: int = 0
     lookups: int = 0
+    has_asked: bool = False
     given_up: bool = False
     seen_local: bool = False
     """Whether the index page has said that there is nothing."""
@@ -264,7 +265,10 @@ class Matcher:
         match.held_until_s = 0.0
         match.first, match.asked_s, match.asked_step = local, self.clock(), self._step
         match.end, match.asked_end = local, total
-        match.call = self.question.ask(client, hashes, local, total, host_only=host_only)
+        match.call = self.question.ask(
+            client, hashes, local, total, host_only=host_only, again=match.has_asked
+        )
+        match.has_asked = True
 
     def _judge(self, request: str, match: _Match, answer: Lookup, hashes: Sequence[bytes]) -> None:
         """Decides whether the answer that has come is taken, or a better one is worth waiting for."""

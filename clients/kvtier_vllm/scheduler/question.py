@@ -29,12 +29,20 @@ class Question:
         return None if blocks is None else blocks * whole.block_tokens // self._groups.unit_tokens
 
     def ask(
-        self, client: Client, hashes: Sequence[bytes], first: int, end: int, *, host_only: bool
+        self,
+        client: Client,
+        hashes: Sequence[bytes],
+        first: int,
+        end: int,
+        *,
+        host_only: bool,
+        again: bool = False,
     ) -> LookupCall:
-        """Begins a lookup of the units from `first` to `end`, with leases. `host_only`: not on disks."""
+        """Begins a lookup of the units from `first` to `end`, with leases. `host_only`: not on disks.
+        `again`: the request has asked before."""
         size, queries = self._groups.unit_hashes, self._groups.queries
         return client.start_lookup(
-            hashes[first * size : end * size], queries, lease=True, host_only=host_only
+            hashes[first * size : end * size], queries, lease=True, host_only=host_only, again=again
         )
 
     def prefetch(self, client: Client, hashes: Sequence[bytes], end: int) -> None:

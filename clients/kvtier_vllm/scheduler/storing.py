@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvtier import Client, Doorbell, Outcome, PartRef, StoreResult, Transfer, TransferState
+from kvtier import Chain, Client, Doorbell, Outcome, PartRef, StoreResult, Transfer, TransferState
 
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.meta import STORE_DOORBELL, StoreOrder
@@ -96,6 +96,7 @@ class _Share:
     indexes: list[int]
     """The request's block for each hash."""
     sources: Sequence[int]
+    chains: list[Chain]
     given_up: bool = False
     """Whether its request has lost blocks that it reads, so that it must not succeed."""
 
@@ -237,6 +238,8 @@ class Storer:
                 [hashes[index] for index in indexes],
                 indexes,
                 [block_ids[index] for index in indexes],
+                # Behind a window, what comes before a block may never have been stored.
+                () if self._groups.shapes[group].window_blocks else hashes,
             )
 
     def plan_one(
@@ -260,7 +263,9 @@ class Storer:
         hashes: list[bytes],
         indexes: list[int],
         sources: list[int],
+        prompt: Sequence[bytes] = (),
     ) -> None:
+        """`prompt`: the hashes of all blocks of the request in this group, if they are known."""
         holds = self.holds if self._holds_at_once else None
         if holds is not None and not holds.has_room(len(sources), self._planned_blocks):
             request.next_block[group] = min(request.next_block[group], indexes[0])
@@ -274,7 +279,8 @@ class Storer:
             indexes, sources = [indexes[place] for place in news], [sources[place] for place in news]
         self._planned_hashes.update((group, one) for one in hashes)
         self._planned_blocks += len(hashes)
-        share = _Share(name, request, request, hashes, indexes, sources)
+        chains = _chains(indexes, prompt)
+        share = _Share(name, request, request, hashes, indexes, sources, chains)
         adapter = adapter_of(request.request)
         self.planned.setdefault((group, request.kept, adapter), []).append(share)
 
@@ -304,8 +310,15 @@ class Storer:
         hashes = [one for share in shares for one in share.hashes]
         sources = tuple(block for share in shares for block in share.sources)
         doorbell = Doorbell(STORE_DOORBELL, step)
+        chains = [chain for share in shares for chain in share.chains]
         transfer = client.store(
-            hashes, sources, group=group, doorbell=doorbell, retention=kept.retention, lazily=True
+            hashes,
+            sources,
+            group=group,
+            doorbell=doorbell,
+            retention=kept.retention,
+            lazily=True,
+            chains=chains,
         )
         self.counters.transfers += 1
         store = _Store(transfer, group, kept, shares, sources)
@@ -553,8 +566,8 @@ class Storer:
 
 
 def _judged(results: Sequence[StoreResult], succeeded: bytes) -> tuple[list[int], int | None, int | None]:
-    """Returns which blocks of a share the daemon holds, the first that it has refused or lost, and the first
-    that another store is writing."""
+    """Returns which blocks of a share the daemon holds, the first that it has no room for now or has lost,
+    and the first that another store is writing. Those that it does not want are none of these."""
     if succeeded.count(1) == len(results):  # the usual case
         return list(range(len(results))), None, None
     good: list[int] = []
@@ -565,9 +578,22 @@ def _judged(results: Sequence[StoreResult], succeeded: bytes) -> tuple[list[int]
             good.append(place)
         elif result is StoreResult.PENDING:
             first_pending = place if first_pending is None else first_pending
-        elif first_bad is None:
+        elif result is not StoreResult.UNWANTED and first_bad is None:
             first_bad = place
     return good, first_bad, first_pending
+
+
+def _chains(indexes: Sequence[int], prompt: Sequence[bytes]) -> list[Chain]:
+    """Returns how blocks of a request belong together: one chain for each run of indexes without a gap, after
+    the block of the prompt that comes before it."""
+    chains = []
+    start = 0
+    for place in range(1, len(indexes) + 1):
+        if place == len(indexes) or indexes[place] != indexes[place - 1] + 1:
+            first = indexes[start]
+            chains.append(Chain(place - start, prompt[first - 1] if 0 < first <= len(prompt) else b""))
+            start = place
+    return chains
 
 
 def _in_pieces(shares: list[_Share], most: int) -> Iterator[list[_Share]]:

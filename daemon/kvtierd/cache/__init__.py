@@ -7,6 +7,7 @@ from kvtierd.cache.clearing import Cleared
 from kvtierd.cache.disks import DiskFile
 from kvtierd.cache.facade import Cache, Event, Listener
 from kvtierd.cache.growing import grow
+from kvtierd.cache.learning import LearntFile
 from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.ticks import run_ticks
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
@@ -23,6 +24,7 @@ __all__ = [
     "DiskFile",
     "DiskSnapshot",
     "Event",
+    "LearntFile",
     "Listener",
     "MappedGroup",
     "PacketChannel",

@@ -89,6 +89,21 @@ class Cache:
         """Set after an internal error: nothing is handled any more, and the daemon has to be started
         again."""
 
+    # --- what is learnt of reuse ---
+
+    @property
+    def ranks(self) -> bool:
+        """Whether what goes first is decided by what is learnt."""
+        return self._machine.core.blocks.ranks
+
+    def learnt(self) -> bytes:
+        """What was learnt, for `restore_learnt`; empty if nothing is learnt."""
+        return self._machine.core.blocks.table.learnt()
+
+    def restore_learnt(self, saved: bytes) -> bool:
+        """Goes on with what another daemon has learnt. False if this one cannot use it."""
+        return self._machine.core.blocks.table.restore_learnt(saved)
+
     # --- deciding ---
 
     def handle(self, stimulus: stimuli.Stimulus) -> actions.Reply:

@@ -28,7 +28,7 @@ from kvtierd.config.people import (
 from kvtierd.config.reading import CONFIG_VARIABLE, Reading
 from kvtierd.config.remote import RemoteConfig, check_remote
 from kvtierd.config.settings import ConfigError, Given
-from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, Verify
+from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, PoolPolicy, Verify
 from kvtierd.workers.lane_chunks import LaneChunks, Pacing
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 
@@ -134,6 +134,13 @@ class PoolConfig:
     size: int = s.setting(1 << 30, s.size, "Bytes of the pool.")
     extent_size: int = s.setting(
         0, s.size, "Bytes of one extent, a power of two from 1MiB to 1GiB. 0: chosen from the pool's size."
+    )
+    policy: str = s.setting(
+        PoolPolicy.LRU.value,
+        s.choice(*(policy.value for policy in PoolPolicy)),
+        "Which blocks go first: lru, those that have not been used for longest; reuse, those that are least "
+        "likely to come back soon, by what the daemon learns of blocks like them.",
+        metavar="NAME",
     )
     persistent: bool = s.setting(
         True, s.boolean, "Keep the pool in a file that outlives the daemon; otherwise it is anonymous memory."

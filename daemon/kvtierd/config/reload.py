@@ -12,6 +12,7 @@ from kvtierd.config.daemon import Config
 LIVE = (
     "server.drain_s",
     "server.session_silence_s",
+    "pool.policy",
     "integrity.sample_bytes_per_s",
     "disk.write_mode",
     "disk.slow_deadline_s",

@@ -58,6 +58,7 @@ class Machine:
         disk_policy: stimuli.CoreDisks | None = None,
         randomness: np.random.Generator | None = None,
         shares: Mapping[str, TenantShare] | None = None,
+        policy: stimuli.PoolPolicy | None = None,
     ) -> None:
         """`table` is empty, and belongs to the machine from now on. `clock` gives monotonic seconds.
         `populated`: how many extents, from the first on, have memory already, before any `PoolPopulated`;
@@ -69,7 +70,8 @@ class Machine:
 
         `disks` has, for each disk in the order of their ids, an empty table of its own and the geometry of
         its slab file. No disk is used before its `DiskRecovered`. `randomness` chooses what is sampled.
-        `shares` has what is configured for tenants, by name.
+        `shares` has what is configured for tenants, by name. `policy` says which blocks of the host go first;
+        None: as the table does it.
         """
         self._clock = clock
         blocks = Blocks(table, geometry, integrity, populated=populated)
@@ -85,6 +87,8 @@ class Machine:
         of_disks = DiskTier(self.core)
         self.tier: Tier = of_disks if disks else NoTier()
         """What is below the host, for its tests."""
+        if policy is not None:
+            self._keep_by(policy)
         self._leases = Leases(self.core)
         self._lookups = Lookups(self.core, self._leases, self.tier)
         self._transfers = Transfers(self.core, self._leases)
@@ -174,6 +178,12 @@ class Machine:
         blocks = self.core.blocks
         blocks.integrity = replace(blocks.integrity, sample_bytes_per_s=rate)
         self.tier.reconfigure(stimulus.disks)
+        self._keep_by(stimulus.policy)
+
+    def _keep_by(self, policy: stimuli.PoolPolicy) -> None:
+        self.core.blocks.keep_by(policy)
+        # What is learnt of reuse is learnt from lookups, also from those that find nothing.
+        self.core.pages.spare(policy is not stimuli.PoolPolicy.REUSE)
 
     def _tick(self, stimulus: stimuli.Tick) -> None:
         self._leases.expire()

@@ -38,6 +38,8 @@ class Tally:
     deduplicated_blocks: int = 0
     """Blocks that were submitted to be stored, but were there already or being written."""
     throttled_blocks: int = 0
+    unwanted_blocks: int = 0
+    """Blocks that were not stored because they were not worth their room."""
     evicted_blocks: int = 0
     evicted_age_s: float = 0.0
     """The sum, over all evicted blocks, of the time since each was last used."""

@@ -184,6 +184,8 @@ class LookupBlocks(Stimulus):
     lease: bool
     host_only: bool = False
     """Blocks that only disks have are misses, and are not promoted."""
+    again: bool = False
+    """The same request was looked up before, so this is no other use of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,15 @@ class Signals:
 
 
 @dataclass(frozen=True, slots=True)
+class Chain:
+    """Blocks of a store that follow each other in one prompt."""
+
+    blocks: int
+    previous: ids.Hashes | None = None
+    """The hash of the block before the first, in one row; None if there is none or it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class SubmitStore(Stimulus):
     """Stores blocks of one group from every rank. The reply is `SubmitReply`."""
 
@@ -234,6 +245,8 @@ class SubmitStore(Stimulus):
     hashes: ids.Hashes
     block_ids: npt.NDArray[np.uint32]
     retention: RetentionRequest = NO_RETENTION
+    chains: tuple[Chain, ...] = ()
+    """All of the blocks, one chain after the other; empty if it is not known how they belong together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +471,17 @@ class Reconfigure(Stimulus):
 
     sample_bytes_per_s: int
     disks: "CoreDisks"
+    policy: "PoolPolicy"
+
+
+class PoolPolicy(Enum):
+    """Which blocks of the host go first."""
+
+    LRU = "lru"
+    """Those that have not been used for longest; ends of prompts before their beginnings."""
+    REUSE = "reuse"
+    """Those that are least likely to come back soon, by what is learnt of blocks like them. What is not worth
+    its room is not stored."""
 
 
 @dataclass(frozen=True, slots=True)

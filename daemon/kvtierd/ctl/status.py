@@ -147,7 +147,7 @@ def _traffic(status: admin_pb2.StatusResponse) -> Facts:
         "stored",
         f"{counters.stored_blocks:,} blocks, {human_size(counters.stored_bytes)}"
         f" (+ {counters.deduplicated_blocks:,} there already, {counters.throttled_blocks:,} refused for lack "
-        "of room)",
+        "of room" + f", {counters.unwanted_blocks:,} not worth theirs" * bool(counters.unwanted_blocks) + ")",
     )
     yield "loaded", f"{counters.loaded_blocks:,} blocks, {human_size(counters.loaded_bytes)}"
     evicted = f"{counters.evicted_blocks:,} blocks"

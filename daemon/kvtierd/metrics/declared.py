@@ -199,6 +199,11 @@ DECLARED = (
         "leases.",
     ),
     _counter(
+        "kvtier_store_unwanted_blocks",
+        "Blocks not stored: not worth the room of what would have had to go (pool.policy reuse).",
+        "Most of what is stored, where much comes once and never again: it spares copies.",
+    ),
+    _counter(
         "kvtier_evicted_blocks",
         "Blocks dropped to make room.",
         "Together with their age: whether the pool is large enough.",

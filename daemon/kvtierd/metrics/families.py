@@ -90,6 +90,7 @@ def _traffic(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_load_bytes", counters.loaded_bytes, TIER)
     sheet.set("kvtier_store_deduplicated_blocks", counters.deduplicated_blocks)
     sheet.set("kvtier_store_throttled_blocks", counters.throttled_blocks)
+    sheet.set("kvtier_store_unwanted_blocks", counters.unwanted_blocks)
     sheet.set("kvtier_evicted_blocks", counters.evicted_blocks, TIER)
     sheet.set("kvtier_cleared_blocks", counters.cleared_blocks)
     sheet.set("kvtier_expired_blocks", counters.expired_blocks)

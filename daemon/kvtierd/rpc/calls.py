@@ -17,6 +17,8 @@ from kvtierd.logs import logger
 from kvtierd.rpc import replies
 from kvtierd.rpc.queries import Caller, hashes_of, queries_of
 
+CHAINS_NAMED = 8
+"""Chains whose lengths an error names."""
 TELL_EVERY_S = 60.0
 """Time between two lines of the log about leases that are too small."""
 TICKET_MAX = 2**56 - 1
@@ -120,7 +122,9 @@ def lookup_of(
     request: cache_pb2.LookupRequest, caller: Caller, limits: stimuli.CoreLimits
 ) -> stimuli.LookupBlocks:
     queries = queries_of(request.queries, request.hashes, caller, limits)
-    return stimuli.LookupBlocks(caller.session, caller.epoch, queries, request.lease, request.host_only)
+    return stimuli.LookupBlocks(
+        caller.session, caller.epoch, queries, request.lease, request.host_only, request.again
+    )
 
 
 def touch_of(
@@ -155,9 +159,29 @@ def store_of(
         )
     signals = _signals(request.signals)
     retention = retention_of(request.retention) if request.HasField("retention") else stimuli.NO_RETENTION
+    chains = _chains(request.chains, len(hashes), caller.hash_bytes) if request.chains else ()
     return stimuli.SubmitStore(
-        caller.session, caller.epoch, signals, request.group, hashes, block_ids, retention
+        caller.session, caller.epoch, signals, request.group, hashes, block_ids, retention, chains
     )
+
+
+def _chains(chains: Sequence[cache_pb2.Chain], blocks: int, hash_bytes: int) -> tuple[stimuli.Chain, ...]:
+    """Raises Refusal COUNT_MISMATCH or HASH_LENGTH."""
+    if not all(chain.blocks for chain in chains) or sum(chain.blocks for chain in chains) != blocks:
+        raise Refusal(
+            Reason.COUNT_MISMATCH,
+            f"together, the chains have the {blocks} blocks of the store, and each has one at least",
+            field="chains",
+            value=", ".join(str(chain.blocks) for chain in chains[:CHAINS_NAMED]),
+        )
+    found = []
+    for number, chain in enumerate(chains):
+        previous = None
+        if chain.previous_hash:
+            field = f"chains[{number}].previous_hash"
+            previous = hashes_of(chain.previous_hash, hash_bytes, field, 1)
+        found.append(stimuli.Chain(chain.blocks, previous))
+    return tuple(found)
 
 
 def retention_of(retention: cache_pb2.Retention) -> stimuli.RetentionRequest:

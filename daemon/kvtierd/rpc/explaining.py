@@ -94,6 +94,11 @@ def _text(each: Explanation, back_s: float) -> str:
             return f"its store {how}{ago}"
         case BlockVerdict.REFUSED:
             return f"its store was refused{ago}: everything in the pool was held or being written"
+        case BlockVerdict.UNWANTED:
+            return (
+                f"its store was refused{ago}: it was not worth the room of what would have had to go, or "
+                "what comes before it was not there (pool.policy)"
+            )
         case BlockVerdict.CORRUPT:
             return f"corrupt: it did not match its record or checksum, found{ago or ' a moment ago'}"
         case BlockVerdict.ELSEWHERE:

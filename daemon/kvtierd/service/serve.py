@@ -19,7 +19,7 @@ from kvtier_kernels import CAPACITY_MAX, BlockTable
 from prometheus_client import CollectorRegistry
 
 from kvtierd import logs
-from kvtierd.cache import Cache, DiskFile, grow, run_ticks
+from kvtierd.cache import Cache, DiskFile, LearntFile, grow, run_ticks
 from kvtierd.cli.interrupts import Noted
 from kvtierd.config.daemon import Config, Loaded
 from kvtierd.config.descriptors import RESERVE, DescriptorShares, descriptors_wanted, shares_within
@@ -29,7 +29,7 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PAGE_BYTES, DiskId, TenantTag
 from kvtierd.core.machine import Machine
-from kvtierd.core.stimuli import Reconfigure
+from kvtierd.core.stimuli import PoolPolicy, Reconfigure
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
@@ -219,6 +219,7 @@ class _Daemon:
         self._pool = pool
         self._disks = disks
         self._rules = rules
+        self._learnt = LearntFile(loaded.config.pool.file)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -241,6 +242,7 @@ class _Daemon:
             asyncio.create_task(self._end_silent(serving.connections), name="silence"),
             asyncio.create_task(serving.manager.run(), name="service manager"),
             asyncio.create_task(grow(cache, self._pool), name="memory of the pool"),
+            asyncio.create_task(self._learnt.keep_saving(cache), name="what is learnt"),
         ]
         try:
             await self._until_told(cache, background)
@@ -250,6 +252,7 @@ class _Daemon:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+            self._learnt.save(cache)
 
     # --- starting ---
 
@@ -290,6 +293,7 @@ class _Daemon:
                 config.disk.to_core(), tenants=self._disks[0].writable if self._disks else None
             ),
             shares={each.tenant: each.share for each in config.server.tenant_shares},
+            policy=PoolPolicy(config.pool.policy),
         )
         workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
         cache = Cache(
@@ -309,6 +313,7 @@ class _Daemon:
             # While the workers import what they need, the core takes over what was found.
             await asyncio.sleep(0)
             cache.handle(self._pool.recovered)
+            self._learnt.restore(cache)
             await starting
         finally:
             starting.cancel()
@@ -442,7 +447,12 @@ class _Daemon:
             config = found.config
             if found.applied:
                 rate = config.integrity.sample_bytes_per_s
-                cache.handle(Reconfigure(rate, config.disk.to_core()))
+                policy = PoolPolicy(config.pool.policy)
+                self._learnt.save(cache)  # another policy forgets it
+                ranked = cache.ranks
+                cache.handle(Reconfigure(rate, config.disk.to_core(), policy))
+                if not ranked:
+                    self._learnt.restore(cache)
                 connections.silence_s = config.server.session_silence_s
                 logs.set_level(config.log.level)
                 workers.lives.set_log_level(config.log.level)

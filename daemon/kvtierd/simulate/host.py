@@ -24,6 +24,7 @@ from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import (
     AttachSession,
     BlockQuery,
+    Chain,
     CoreIntegrity,
     CoreLimits,
     GroupGeometry,
@@ -55,14 +56,18 @@ class SimulatedHost:
     """Serves requests one after another, each as an engine without a cache of its own makes it: it asks for
     its prompt, and stores what was missing."""
 
-    def __init__(self, capacity_blocks: int, *, ranks: bool = False) -> None:
-        """An empty host that keeps so many blocks. With `ranks`, it learns which."""
+    def __init__(
+        self, capacity_blocks: int, *, ranks: bool = False, history_blocks: int | None = None
+    ) -> None:
+        """An empty host that keeps so many blocks. With `ranks`, it learns which, and remembers at least
+        `history_blocks` of those that are gone; None: as many as it can use."""
         geometry = PoolGeometry(capacity_blocks, EXTENT_BYTES, 2 << 20)
         pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
         self.now_s = 0.0
         """The time of the trace."""
         self.inserts = 0
         """Blocks that were stored."""
+        self._ranks = ranks
         self._limits = CoreLimits()
         self._machine = Machine(
             BlockTable(
@@ -71,7 +76,9 @@ class SimulatedHost:
                 pages,
                 seed=0,
                 ranks=ranks,
-                history_blocks=HISTORY_PER_BLOCK * capacity_blocks,
+                history_blocks=HISTORY_PER_BLOCK * capacity_blocks
+                if history_blocks is None
+                else history_blocks,
             ),
             lambda: self.now_s,
             self._limits,
@@ -110,17 +117,20 @@ class SimulatedHost:
             found += reply.groups[0].hits
             if reply.groups[0].hits < len(part):
                 break
-        # With what is there already, so that the beginning of a prompt is the most recent of it.
         most = self._limits.transfer_blocks_max
-        for first in range((len(hashes) - 1) // most * most, -1, -most):
-            self._store(hashes[first : first + most])
+        firsts = range(0, len(hashes), most)
+        # With what is there already. Where recency decides, the beginning of a prompt is to be the most
+        # recent of it; else nothing is stored whose beginning is not there.
+        for first in firsts if self._ranks else reversed(firsts):
+            self._store(hashes[first : first + most], hashes[first - 1 : first] if first else None)
         return found
 
-    def _store(self, hashes: Hashes) -> None:
+    def _store(self, hashes: Hashes, previous: Hashes | None) -> None:
         number = next(self._tickets)
         signals = Signals(Ticket(number), number % PART_WORDS, gated=False)
         block_ids = np.arange(len(hashes), dtype=np.uint32)
-        self._do(SubmitStore(self._session, self._epoch, signals, 0, hashes, block_ids))
+        chains = (Chain(len(hashes), previous),)
+        self._do(SubmitStore(self._session, self._epoch, signals, 0, hashes, block_ids, chains=chains))
 
     def _do(self, stimulus: Stimulus) -> Reply:
         """Handles it, and whatever the worker says to it."""

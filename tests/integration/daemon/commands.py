@@ -37,3 +37,10 @@ def explain(daemon: Daemon, block_hash: bytes, **request: object) -> list[admin_
 def verdict(daemon: Daemon, block_hash: bytes) -> str:
     [only] = explain(daemon, block_hash)
     return admin_pb2.Verdict.Name(only.verdict).removeprefix("VERDICT_")
+
+
+def reload(daemon: Daemon, *flags: str) -> tuple[int, str]:
+    """`kvtierctl reload`: its exit status, and what it said."""
+    command = [sys.executable, "-m", "kvtierd.ctl", "reload", f"--socket={daemon.socket}", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return done.returncode, done.stdout + done.stderr

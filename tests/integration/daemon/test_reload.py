@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.integration.daemon.commands import reload
 from tests.integration.daemon.raw import RawSession
-from tests.support.process import DEADLINE_S, Daemon, until
-
-
-def reload(daemon: Daemon, *flags: str) -> tuple[int, str]:
-    """`kvtierctl reload`: its exit status, and what it said."""
-    command = [sys.executable, "-m", "kvtierd.ctl", "reload", f"--socket={daemon.socket}", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    return done.returncode, done.stdout + done.stderr
+from tests.support.process import Daemon, until
 
 
 @pytest.fixture

@@ -81,6 +81,8 @@ class World:
         """What each request was told last, about how much of its own, and in which epoch."""
         self._lease_ids = itertools.count(1)
         self._asking = ""
+        self.again: dict[str, list[bool]] = {}
+        """Of each request's lookups, whether it had asked before."""
         self._names: dict[int, str] = {}
         """Of requests, by the id of the message that asks for them; empty for what nobody waits for any more:
         its lease is given back when it comes."""
@@ -134,9 +136,16 @@ class World:
         return next((at for at in range(end - first) if wanted[first + at] not in self.index), end - first)
 
     def start_lookup(
-        self, wanted: Sequence[bytes], queries: Sequence[GroupQuery], *, lease: bool, host_only: bool
+        self,
+        wanted: Sequence[bytes],
+        queries: Sequence[GroupQuery],
+        *,
+        lease: bool,
+        host_only: bool,
+        again: bool,
     ) -> Any:
         assert not host_only
+        self.again.setdefault(self._asking, []).append(again)
         record = self.peer.session.lookup(b"".join(wanted), queries, lease=lease)
         number = self.peer.session._next_id - 1
         self._names[number] = self._asking
@@ -184,6 +193,10 @@ def test_a_request_waits_for_blocks_on_their_way_and_gets_them(world: World) -> 
     assert world.run("r", 0.1) == BLOCKS
     assert len(world.leases) == 1
     assert (world.matcher.counters.waits, world.matcher.counters.waits_in_vain) == (1, 0)
+    first, *later = world.again["r"]
+    assert not first
+    assert later
+    assert all(later), "it uses its blocks once, however often it asks"
 
 
 def test_what_the_index_does_not_know_is_not_asked_for(world: World) -> None:

@@ -92,7 +92,7 @@ class RemoteTier(Tier):
         room.for_entries(domain, len(begun))
         inserted = host.insert(plan.space, domain, begun)
         new = inserted.entries[inserted.created == 1]
-        roomy = room.for_slots(domain, len(new))
+        roomy = room.for_slots(domain, len(new)).blocks
         no_room = np.isin(inserted.entries, new[roomy:]) | (inserted.created == TABLE_FULL)
         coming[: len(begun)] = ~no_room
         host.discard(domain, new[roomy:], None)

@@ -67,6 +67,10 @@ class Pool:
         return [number_of[entry] for entry in self.table.victims(DOMAIN, n).tolist()]
 
 
+def ranks(pool: Pool) -> bool:
+    return pool.table.ranks
+
+
 def test_without_ranks_nothing_is_learnt_and_all_are_admitted() -> None:
     pool = Pool(8, ranks=False)
     assert not pool.table.ranks
@@ -213,3 +217,115 @@ def test_what_is_no_entry_is_refused() -> None:
         pool.table.admitted(DOMAIN, wrong, 0)
     with pytest.raises(ValueError, match="hashes"):
         pool.table.asked(SPACE, DOMAIN, np.zeros((1, 31), np.uint8))
+
+
+def test_whoever_says_that_blocks_follow_each_other_in_a_circle_holds_nothing_for_ever() -> None:
+    pool = Pool(64)
+    pool.request(1, 2, 3)
+    pool.table.chained(pool.entries(3, 1))
+    pool.request(4)
+    pool.request(5)
+    pool.table.chained(pool.entries(4, 5))
+    pool.table.chained(pool.entries(5, 4))
+    pool.table.chained(pool.entries(5, 5, 1, 1))
+    assert sorted(pool.victims(64)) == [1, 2, 3, 4, 5]
+    pool.table.check()
+
+
+def test_a_lookup_tells_what_follows_what() -> None:
+    """Of blocks that were stored without a word about it, as after a restart."""
+    pool = Pool(64)
+    for number in (3, 1, 2):
+        pool.request(number)
+    pool.table.asked(SPACE, DOMAIN, hashes(1, 2, 3))
+    assert pool.victims(64) == [3, 2, 1]
+
+
+def test_blocks_of_another_domain_are_nobodys_parents() -> None:
+    """Nobody asks across domains; if it happened, a tree would be searched for what is in another one."""
+    pool = Pool(64)
+    pool.request(1, 2)
+    other, _ = pool.table.insert(SPACE, DOMAIN + 1, hashes(9))
+    pool.table.commit(other)
+    pool.table.chained(np.concatenate((pool.entries(2), other, pool.entries(1))))
+    pool.table.asked(SPACE, DOMAIN, hashes(1, 9, 2))
+    pool.table.asked(SPACE, DOMAIN + 1, hashes(1, 9, 2))
+    assert pool.victims(64) == [2, 1]
+    assert pool.table.victims(DOMAIN + 1, 9).tolist() == other.tolist()
+    pool.table.check()
+
+
+def test_a_table_begins_and_stops_to_rank_with_blocks_in_it() -> None:
+    pool = Pool(8, ranks=False)
+    for number in (1, 2, 3, 4):
+        pool.request(number)
+    pool.request(2)
+    assert pool.victims(8) == [1, 3, 4, 2]
+    pool.table.pin(pool.entries(3))
+    pool.table.rank(100)
+    assert ranks(pool)
+    assert pool.victims(8) == [1, 4, 2]
+    pool.table.check()
+    pool.table.unpin(pool.entries(3))
+    pool.request(1)
+    assert set(pool.victims(8)) == {1, 2, 3, 4}
+    pool.table.rank(100)  # anew
+    pool.table.check()
+    pool.table.stop_ranking()
+    assert not ranks(pool)
+    assert pool.victims(8) == [4, 2, 3, 1]
+    pool.table.check()
+
+
+def taught() -> Pool:
+    """It knows that some prompts come back, and most do not."""
+    pool = Pool(60)
+    for number in range(2_000):
+        pool.request(*(range(8) if number % 4 == 0 else range(100 + 12 * number, 112 + 12 * number)))
+    return pool
+
+
+def test_what_was_learnt_goes_on_in_another_table() -> None:
+    saved = taught().table.learnt()
+    old, new = Pool(60), Pool(60)
+    assert new.table.restore_learnt(saved)
+    assert new.table.learnt() == saved
+    stored = {}
+    for pool in (old, new):
+        for number in range(40):
+            pool.request(*range(50_000 + 12 * number, 50_012 + 12 * number))
+        stored[pool is new] = pool.stored
+    assert stored[True] < stored[False]
+
+
+@pytest.mark.parametrize("spoil", ["short", "long", "empty", "other", "negative", "nan"])
+def test_what_another_version_has_learnt_is_left_alone(spoil: str) -> None:
+    pool = taught()
+    before = pool.table.learnt()
+    saved = bytearray(before)
+    if spoil == "short":
+        del saved[-1]
+    elif spoil == "long":
+        saved += b"\0"
+    elif spoil == "empty":
+        saved.clear()
+    elif spoil == "other":
+        saved[7] ^= 1
+    else:
+        saved[8:12] = np.float32(-1 if spoil == "negative" else np.nan).tobytes()
+    assert not pool.table.restore_learnt(bytes(saved))
+    assert pool.table.learnt() == before
+
+
+def test_a_table_that_does_not_rank_has_learnt_nothing() -> None:
+    table = Pool(4, ranks=False).table
+    assert table.learnt() == b""
+    assert not table.restore_learnt(taught().table.learnt())
+
+
+def test_a_block_that_is_named_twice_does_not_follow_itself() -> None:
+    """A store may name a block twice. It was then among the victims twice, which the table refuses."""
+    pool = Pool(64)
+    pool.request(1, 2, 1)
+    assert pool.victims(64) == [2, 1]
+    pool.table.check()

@@ -147,6 +147,7 @@ def busy_snapshot() -> Snapshot:
             loaded_bytes=26 << 10,
             deduplicated_blocks=27,
             throttled_blocks=28,
+            unwanted_blocks=52,
             evicted_blocks=29,
             cleared_blocks=45,
             expired_blocks=46,

@@ -75,6 +75,7 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_load_bytes_total{tier=host}", 26 << 10),
         ("kvtier_store_deduplicated_blocks_total{}", 27),
         ("kvtier_store_throttled_blocks_total{}", 28),
+        ("kvtier_store_unwanted_blocks_total{}", 52),
         ("kvtier_evicted_blocks_total{tier=host}", 29),
         ("kvtier_cleared_blocks_total{}", 45),
         ("kvtier_expired_blocks_total{}", 46),

@@ -348,6 +348,27 @@ class TestSubmissions:
         request.retention.ttl_ms = 0
         assert calls.store_of(request, CALLER, LIMITS).retention == RetentionRequest(6, 0, True)
 
+    def test_how_the_blocks_of_a_store_belong_together(self) -> None:
+        request = store(3)
+        assert calls.store_of(request, CALLER, LIMITS).chains == ()
+        previous = b"p" * CALLER.hash_bytes
+        request.chains.add(blocks=1)
+        request.chains.add(blocks=2, previous_hash=previous)
+        first, second = calls.store_of(request, CALLER, LIMITS).chains
+        assert (first.blocks, first.previous, second.blocks) == (1, None, 2)
+        assert second.previous is not None
+        assert second.previous[0].tobytes().rstrip(b"\0") == previous
+        request.chains[1].previous_hash += b"p"
+        found = reason(calls.store_of, request, CALLER, LIMITS)
+        assert found == (Reason.HASH_LENGTH, "chains[1].previous_hash")
+
+    @pytest.mark.parametrize("lengths", [[2], [4], [3, 0], [0, 3], [2**32 - 1, 1], [1, 1, 1, 1]])
+    def test_chains_are_the_whole_store_and_nothing_else(self, lengths: list[int]) -> None:
+        request = store(3)
+        for blocks in lengths:
+            request.chains.add(blocks=blocks)
+        assert reason(calls.store_of, request, CALLER, LIMITS) == (Reason.COUNT_MISMATCH, "chains")
+
     def test_one_block_id_for_each_hash(self) -> None:
         assert reason(calls.store_of, store(2, [1]), CALLER, LIMITS) == (
             Reason.COUNT_MISMATCH,

@@ -16,12 +16,16 @@ from kvtierd.core.blocks.table import U8, U32, BlockFlag, BlockState, BlockTable
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import NO_ENTRY, DiskId, Entries, Hashes, Slots, SpaceId
 from kvtierd.core.status import SizeStatus
-from kvtierd.core.stimuli import CoreIntegrity, Verify
+from kvtierd.core.stimuli import CoreIntegrity, PoolPolicy, Verify
 
 EVICTING = int(BlockState.EVICTING)
 READY = int(BlockState.READY)
 VERIFY = int(BlockFlag.VERIFY)
 RECOVERED = int(BlockFlag.RECOVERED)
+HISTORY_PART = 1_000
+"""What is learnt of reuse may remember gone blocks in one thousandth of the pool's size."""
+REMEMBERED_BYTES = 48
+"""What one takes: the table remembers up to twice as many as it was asked to."""
 STAMPS_PER_S = 10
 
 
@@ -93,7 +97,7 @@ class Blocks:
             self.spaces.tables.append(table)
         self.capacity = int(table.stats()["capacity"])
         self.ranks = table.ranks
-        """Whether the table learns what is worth its room."""
+        """Whether the table learns what is worth its room, as `keep_by` says."""
         self.live = 0
         """Entries in the table."""
         self.condemned = 0
@@ -260,6 +264,19 @@ class Blocks:
         gone = entries[(self.table.states(entries) == EVICTING) & (self.table.pins(entries) == 0)]
         self.condemned -= len(gone)
         self.discard(domain, gone, self.slots_of(domain, gone))
+
+    def keep_by(self, policy: PoolPolicy) -> None:
+        """Decides from now on by this policy what goes first. What was learnt by another one is forgotten."""
+        if policy is PoolPolicy.REUSE and not self.ranks:
+            self.table.rank(self.geometry.capacity_bytes // HISTORY_PART // REMEMBERED_BYTES)
+        elif policy is PoolPolicy.LRU and self.ranks:
+            self.table.stop_ranking()
+        self.ranks = self.table.ranks
+
+    def chain(self, entries: Entries) -> None:
+        """Tells which blocks follow each other in a prompt."""
+        if self.ranks:
+            self.table.chained(entries)
 
     def touch(self, entries: Entries) -> None:
         """Makes blocks recent, the first most of all."""

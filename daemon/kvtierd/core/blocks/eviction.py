@@ -9,6 +9,7 @@ Between tenants, their shares come before ages (`tenants.py`).
 """
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,15 @@ RECLAIM_TRIES = 16
 """Extents that are looked at for one store, coldest first. Each look reads the owners of all slots."""
 RECLAIM_PAUSE_S = 1.0
 """For this long, an extent that could not be taken is not looked at again."""
+
+
+class Room(NamedTuple):
+    """What room was made."""
+
+    blocks: int
+    """For so many of the wanted blocks, the first ones."""
+    short: int
+    """So many more found none. Those after them are not worth it."""
 
 
 class Eviction:
@@ -56,19 +66,26 @@ class Eviction:
         """The same for looks that may remove held blocks."""
 
     def for_slots(
-        self, domain: Domain, wanted: int, entries: Entries | None = None, *, unhold: bool = False
-    ) -> int:
-        """Makes room for the slots of up to `wanted` blocks that the domain has already, and returns for how
-        many of them. With `entries`, the blocks that are wanted, room is made only for those that are worth
-        more than what would have to go. With `unhold`, blocks that are held for a time are evicted if there
-        is no room at all otherwise."""
-        wanted = self._within_limit(domain, wanted)
+        self,
+        domain: Domain,
+        wanted: int,
+        entries: Entries | None = None,
+        *,
+        waiting: int | None = None,
+        unhold: bool = False,
+    ) -> Room:
+        """Makes room for the slots of up to `wanted` blocks that the domain has already. With `entries`, the
+        blocks that are wanted, room is made only for those that are worth more than what would have to go.
+        `waiting`: how many blocks of the domain have no slots yet; None: those that are wanted. With
+        `unhold`, blocks that are held for a time are evicted if there is no room at all otherwise."""
+        waiting = wanted if waiting is None else waiting
+        asked = wanted
+        if entries is not None and self._blocks.ranks:
+            wanted = self._worth(domain, entries, waiting)
+        worth = wanted
+        wanted = self._within_limit(domain, wanted, waiting)
         short, sizes = self._short(domain, wanted)
         if short and self._slots.retire_empty(domain.sizes):
-            short, sizes = self._short(domain, wanted)
-        asked = wanted
-        if short and entries is not None and self._blocks.ranks:
-            wanted = self._table.admitted(domain.domain, entries[:wanted], wanted - short)
             short, sizes = self._short(domain, wanted)
         while short and self._give_way(domain, short, sizes):
             short, sizes = self._short(domain, wanted)
@@ -76,19 +93,37 @@ class Eviction:
             short, sizes = self._short(domain, wanted)
             while short and self._give_way(domain, short, sizes):
                 short, sizes = self._short(domain, wanted)
-        if wanted < asked:  # a rival may have lost a whole extent
-            wanted, (short, _) = asked, self._short(domain, asked)
-        return wanted - short
+        roomy = wanted - short
+        if worth < asked and roomy == worth:  # a rival may have lost a whole extent
+            roomy = max(roomy, self._free(domain, asked, waiting))
+        return Room(roomy, max(0, worth - roomy))
 
-    def _within_limit(self, domain: Domain, wanted: int) -> int:
+    def _worth(self, domain: Domain, entries: Entries, waiting: int) -> int:
+        """How many of these new blocks, in their order, are worth what would have to go for them."""
+        wanted = len(entries)
+        free = self._free(domain, wanted, waiting)
+        if free < wanted and self._slots.retire_empty(domain.sizes):
+            free = self._free(domain, wanted, waiting)
+        return wanted if free >= wanted else self._table.admitted(domain.domain, entries, free)
+
+    def _free(self, domain: Domain, wanted: int, waiting: int) -> int:
+        """For how many of the wanted blocks there is room, if nothing goes for them."""
+        room = self._limit(domain, wanted, waiting)
+        return room - self._short(domain, room)[0]
+
+    def _limit(self, domain: Domain, wanted: int, waiting: int) -> int:
+        """How many of the wanted blocks the domain's tenant may have now."""
+        room = self._shares.room(domain, waiting)
+        return wanted if room is None else min(wanted, room)
+
+    def _within_limit(self, domain: Domain, wanted: int, waiting: int) -> int:
         """How many of the wanted blocks the domain's tenant may have, which first loses as many of its
         own."""
-        room = self._shares.room(domain, wanted)
-        if room is None or room >= wanted:
-            return wanted
-        self._evict(domain, wanted - room)
-        room = self._shares.room(domain, wanted)
-        return wanted if room is None else min(wanted, room)
+        room = self._limit(domain, wanted, waiting)
+        if room < wanted:
+            self._evict(domain, wanted - room)
+            room = self._limit(domain, wanted, waiting)
+        return room
 
     def for_entries(self, domain: Domain, wanted: int, *, unhold: bool = False) -> None:
         """Evicts until the table has `wanted` free entries, or nothing more can be evicted. With `unhold`,
@@ -202,7 +237,9 @@ class Eviction:
         passed = int(np.count_nonzero(queued))
         if not passed:
             return victims
-        beyond = table.victims(domain.domain, len(victims) + PASSED_LOOKS * passed)[len(victims) :]
+        # A table that ranks may see the order anew: those that were found first may be anywhere among these.
+        more = table.victims(domain.domain, len(victims) + PASSED_LOOKS * passed)
+        beyond = more[~np.isin(more, victims)]
         clean = beyond[table.flags(beyond) & CLEAN != 0][:passed]
         return np.concatenate((victims[~queued], victims[queued][: passed - len(clean)], clean))
 

@@ -23,6 +23,8 @@ class Fate(IntEnum):
     """An operator dropped it."""
     EXPIRED = 6
     """Its time was over."""
+    UNWANTED = 7
+    """It was not worth its room, or what comes before it was not there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,10 @@ class IndexPage(Protocol):
         """From now on clients rely on it that a hash that is missing is not there."""
         ...
 
+    def incomplete(self) -> None:
+        """From now on clients ask about every hash."""
+        ...
+
 
 class HoldCounts(Protocol):
     """How many holders each entry of a table has."""
@@ -142,11 +146,33 @@ class BlockTable(Protocol):
 
     @property
     def ranks(self) -> bool:
-        """Whether victims are ranked by their chance of reuse. Otherwise the next three do nothing."""
+        """Whether victims are ranked by their chance of reuse. If not, the calls below change nothing."""
+        ...
+
+    def rank(self, history_blocks: int) -> None:
+        """Begins to rank, with nothing learnt, and remembers at least so many blocks that are gone. Blocks
+        that are there count as asked for once, the least recent first."""
+        ...
+
+    def stop_ranking(self) -> None:
+        """From now on the least recent goes first. What was learnt is forgotten."""
+        ...
+
+    def learnt(self) -> bytes:
+        """What was learnt of reuse, for `restore_learnt`; empty if the table does not rank."""
+        ...
+
+    def restore_learnt(self, saved: bytes) -> bool:
+        """Goes on with what another table has learnt. False if this version cannot use it, and then nothing
+        has changed."""
         ...
 
     def asked(self, space: int, domain: int, hashes: Hashes) -> None:
         """A prompt of these blocks, from its first on, is asked for."""
+        ...
+
+    def asked_each(self, entries: Entries) -> None:
+        """Each of these blocks is asked for by itself."""
         ...
 
     def chained(self, entries: Entries) -> None:

@@ -76,7 +76,7 @@ class DiskJobs:
             inserted = shelf.insert(space, domain, np.ascontiguousarray(hashes[own]))
             entries[own], created[own] = inserted.entries, inserted.created == 1
         kept = np.flatnonzero(created)
-        roomy = disk.eviction.for_slots(domain, len(kept))
+        roomy = disk.eviction.for_slots(domain, len(kept)).blocks
         shelf.discard(domain, entries[kept[roomy:]], None)
         kept = kept[:roomy]
         if len(kept):

@@ -37,7 +37,7 @@ class Promotion:
         room.for_entries(domain, len(chosen))
         inserted = host.insert(plan.space, domain, chosen_hashes)
         new = np.flatnonzero(inserted.created == 1)
-        roomy = room.for_slots(domain, len(new))
+        roomy = room.for_slots(domain, len(new)).blocks
         entries = inserted.entries
         given_up = entries[new[roomy:]]
         full = inserted.created == TABLE_FULL

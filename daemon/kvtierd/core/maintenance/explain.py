@@ -49,6 +49,8 @@ class BlockVerdict(Enum):
     CLEARED = "cleared"
     """An operator dropped it."""
     EXPIRED = "expired"
+    UNWANTED = "unwanted"
+    """It was not stored because it was not worth its room, or what comes before it was not there."""
     """Its time was over."""
     ELSEWHERE = "elsewhere"
     """As far as is remembered it was never stored in this namespace, but another one has it."""

@@ -34,6 +34,7 @@ class IndexPages:
         self.entries_per_tick = ENTRIES_PER_TICK
         self._open: dict[SpaceId, _Open] = {}
         self._filling: dict[SpaceId, _Open] = {}
+        self._spares = True
 
     def __contains__(self, space: SpaceId) -> bool:
         return space in self._open
@@ -66,8 +67,17 @@ class IndexPages:
                 if tier.table.publish_more(space, step):
                     opened.filling.pop()
             if not opened.filling:
-                opened.page.complete()
+                if self._spares:
+                    opened.page.complete()
                 del self._filling[space]
+
+    def spare(self, lookups: bool) -> None:
+        """Whether clients need not ask about what they do not find in a page. Pages are kept up to date in
+        any case."""
+        self._spares = lookups
+        for space, opened in self._open.items():
+            if space not in self._filling:
+                (opened.page.complete if lookups else opened.page.incomplete)()
 
     def retire(self, space: SpaceId) -> None:
         """Nobody uses the space any more: its page, if it has one, is withdrawn."""

@@ -42,10 +42,10 @@ class Lookups:
         if not asks:  # everything is a miss, because a hit would lead to a load, which is refused
             self._count_unanswered(instance, queries)
             return _nothing(queries)
-        if self._blocks.ranks:
-            for ask in asks:
-                if not (ask.query.exact or ask.window_blocks):
-                    self._table.asked(ask.plan.space, ask.plan.domain.domain, ask.query.hashes)
+        learns = self._blocks.ranks and not stimulus.again
+        for ask in asks if learns else ():
+            if not (ask.query.exact or ask.window_blocks):
+                self._table.asked(ask.plan.space, ask.plan.domain.domain, ask.query.hashes)
         tokens = self._find(asks)
         if tokens and instance.prefill_tokens_per_s:
             wanted = [(ask.plan, len(ask.found)) for ask in asks]
@@ -54,6 +54,9 @@ class Lookups:
         leased, refused = tokens, None
         if stimulus.lease and tokens:
             leased, refused = self._lease(instance, asks, tokens)
+        for ask in asks if learns and tokens else ():
+            if ask.query.exact or ask.window_blocks:
+                self._table.asked_each(ask.found)
         if tokens:
             held = asks[0].lease is not None and leased == tokens
             for ask in asks:
@@ -99,6 +102,8 @@ class Lookups:
                 self._blocks.cool(ask.plan.domain, ask.run)
             else:
                 self._blocks.touch(ask.run)
+                if not (ask.query.exact or ask.window_blocks):
+                    self._blocks.chain(ask.run)
                 core.retention.hold(ask.plan.domain, ask.run, stimulus.hold_ms)
 
     # --- what is there ---

@@ -14,12 +14,21 @@ from kvtierd.core.state.transitions import Event, MappingState, TransferPartStat
 from kvtierd.core.stimuli import CancelTransfers, Signals, SubmitLoad, SubmitStore
 from kvtierd.core.transfers.checks import check_hashes
 from kvtierd.core.transfers.leases import Leases
+from kvtierd.core.transfers.making_room import (
+    ACCEPTED,
+    CREATED,
+    EXISTS,
+    PENDING,
+    THROTTLED,
+    UNWANTED,
+    make_room,
+    tell_chains,
+)
 
 TICKET_MAX = 2**56 - 1
 PINS_MANY = 1 << 19
 """Far below what the table can count, and far more than a batch can add."""
-ACCEPTED, EXISTS, PENDING, THROTTLED = 0, 1, 2, 3
-EXISTED, CREATED, TABLE_FULL = 0, 1, 2
+EXISTED, TABLE_FULL = 0, 2
 
 _RESULT = np.full(len(BlockState), THROTTLED, np.uint8)
 """The kvtier.v1.StoreResult of a key that was there, by its state. A condemned block is in the way until its
@@ -69,20 +78,19 @@ class Transfers:
             results = self._results(entries, created)
             new = entries[created == CREATED]
         core.retention.requested(new, entries[created == EXISTED], stimulus.retention)
-        if blocks.ranks:
-            blocks.table.chained(entries[created != TABLE_FULL])
-
-        roomy = core.eviction.for_slots(domain, len(new), new, unhold=True)
-        if roomy < len(new):
-            # Parents come before their children, so the blocks that are kept are of use without the others.
-            throttled = new[roomy:]
-            results[np.flatnonzero(created == CREATED)[roomy:]] = THROTTLED
+        tell_chains(core, plan, entries, stimulus.chains)
+        room = make_room(core, plan, entries, created, stimulus.chains)
+        accepted = np.flatnonzero(created == CREATED)
+        if (refused := room.results != ACCEPTED).any():
+            results[accepted] = room.results
             twice = np.flatnonzero((created == EXISTED) & (results == PENDING))
-            if len(twice):  # the batch may name a new block twice
-                results[twice[np.isin(entries[twice], throttled)]] = THROTTLED
-            blocks.discard(domain, throttled, None)
-            new = new[:roomy]
-        slots = blocks.give_slots(domain, new)
+            if len(twice):  # the batch may name a new block twice; one that is accepted is on its way
+                result_of = dict(zip(new.tolist(), room.results.tolist(), strict=True))
+                results[twice] = [
+                    result_of.get(entry, ACCEPTED) or PENDING for entry in entries[twice].tolist()
+                ]
+            new, accepted = new[~refused], accepted[~refused]
+        slots = room.slots
 
         transfer = self._begin(instance, stimulus, Direction.STORE, len(hashes), new, slots)
         transfer.retention = stimulus.retention
@@ -90,16 +98,19 @@ class Transfers:
             transfer.storing = Rank(transfer.transfer % instance.world_size)
         block_ids, new_hashes = stimulus.block_ids, hashes
         if len(new) < len(hashes):
-            accepted = np.flatnonzero(created == CREATED)[:roomy]
             transfer.positions = accepted
             transfer.existing, transfer.existing_positions = existing, existing_positions
             transfer.batch = entries[np.sort(np.concatenate((existing_positions, accepted)))]
             block_ids, new_hashes = block_ids[accepted], hashes[accepted]
             tally = core.tally
-            refused = results == THROTTLED
-            if refused.any():
-                blocks.history.remember(plan.space, hashes[refused], Fate.REFUSED, blocks.now)
-            tally.throttled_blocks += int(np.count_nonzero(refused))
+            throttled = int(np.count_nonzero(results == THROTTLED))
+            unwanted = int(np.count_nonzero(results == UNWANTED))
+            if throttled:
+                blocks.history.remember(plan.space, hashes[results == THROTTLED], Fate.REFUSED, blocks.now)
+            if unwanted:
+                blocks.history.remember(plan.space, hashes[results == UNWANTED], Fate.UNWANTED, blocks.now)
+            tally.throttled_blocks += throttled
+            tally.unwanted_blocks += unwanted
             tally.deduplicated_blocks += int(np.count_nonzero((results == EXISTS) | (results == PENDING)))
         if len(new):
             self._open_slots(transfer, plan, new_hashes)
