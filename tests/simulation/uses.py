@@ -16,7 +16,6 @@ from kvtierd.core.maintenance.explain import BlockVerdict
 from kvtierd.core.stimuli import (
     NO_RETENTION,
     BlockQuery,
-    Chain,
     LookupBlocks,
     PrefetchBlocks,
     ReleaseLeases,
@@ -25,6 +24,7 @@ from kvtierd.core.stimuli import (
     Signals,
     SubmitLoad,
     SubmitStore,
+    SubmittedChain,
     TouchBlocks,
 )
 
@@ -162,14 +162,14 @@ def _retention(world: World) -> RetentionRequest:
     return RetentionRequest(hold_ms, ttl_ms, world.random.random() < 0.3)
 
 
-def _chains(world: World, keys: list[bytes]) -> tuple[Chain, ...]:
+def _chains(world: World, keys: list[bytes]) -> tuple[SubmittedChain, ...]:
     """How the blocks belong together: rightly, or as somebody says who means harm."""
     chains = []
     left = len(keys)
     while left and world.random.random() < 0.9:
         blocks = world.random.choice((left, 1, world.random.randint(1, left)))
         previous = world.random.choice((None, world.random.choice(keys)))
-        chains.append(Chain(blocks, None if previous is None else as_hashes([previous])))
+        chains.append(SubmittedChain(blocks, None if previous is None else as_hashes([previous])))
         left -= blocks
     return () if left else tuple(chains)
 

@@ -226,7 +226,7 @@ class Signals:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class SubmittedChain:
     """Blocks of a store that follow each other in one prompt."""
 
     blocks: int
@@ -245,7 +245,7 @@ class SubmitStore(Stimulus):
     hashes: ids.Hashes
     block_ids: npt.NDArray[np.uint32]
     retention: RetentionRequest = NO_RETENTION
-    chains: tuple[Chain, ...] = ()
+    chains: tuple[SubmittedChain, ...] = ()
     """All of the blocks, one chain after the other; empty if it is not known how they belong together."""
 
 

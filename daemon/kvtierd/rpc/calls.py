@@ -165,7 +165,9 @@ def store_of(
     )
 
 
-def _chains(chains: Sequence[cache_pb2.Chain], blocks: int, hash_bytes: int) -> tuple[stimuli.Chain, ...]:
+def _chains(
+    chains: Sequence[cache_pb2.Chain], blocks: int, hash_bytes: int
+) -> tuple[stimuli.SubmittedChain, ...]:
     """Raises Refusal COUNT_MISMATCH or HASH_LENGTH."""
     if not all(chain.blocks for chain in chains) or sum(chain.blocks for chain in chains) != blocks:
         raise Refusal(
@@ -180,7 +182,7 @@ def _chains(chains: Sequence[cache_pb2.Chain], blocks: int, hash_bytes: int) -> 
         if chain.previous_hash:
             field = f"chains[{number}].previous_hash"
             previous = hashes_of(chain.previous_hash, hash_bytes, field, 1)
-        found.append(stimuli.Chain(chain.blocks, previous))
+        found.append(stimuli.SubmittedChain(chain.blocks, previous))
     return tuple(found)
 
 

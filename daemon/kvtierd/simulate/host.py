@@ -24,7 +24,6 @@ from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import (
     AttachSession,
     BlockQuery,
-    Chain,
     CoreIntegrity,
     CoreLimits,
     GroupGeometry,
@@ -37,6 +36,7 @@ from kvtierd.core.stimuli import (
     Signals,
     Stimulus,
     SubmitStore,
+    SubmittedChain,
     WorkerLive,
 )
 
@@ -129,7 +129,7 @@ class SimulatedHost:
         number = next(self._tickets)
         signals = Signals(Ticket(number), number % PART_WORDS, gated=False)
         block_ids = np.arange(len(hashes), dtype=np.uint32)
-        chains = (Chain(len(hashes), previous),)
+        chains = (SubmittedChain(len(hashes), previous),)
         self._do(SubmitStore(self._session, self._epoch, signals, 0, hashes, block_ids, chains=chains))
 
     def _do(self, stimulus: Stimulus) -> Reply:

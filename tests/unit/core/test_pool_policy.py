@@ -9,11 +9,11 @@ from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.stimuli import (
     NOBODY,
     BlockQuery,
-    Chain,
     CoreDisks,
     PoolPolicy,
     PublishPage,
     Reconfigure,
+    SubmittedChain,
     TouchBlocks,
 )
 
@@ -56,15 +56,15 @@ def leaving(host: Host, one: Instance, *numbers: int) -> list[int]:
 
 def test_a_store_that_begins_within_a_prompt_says_after_which_block() -> None:
     host, one = by_reuse()
-    one.store(0, 1, chains=(Chain(2),)).finish()
-    one.store(2, 3, chains=(Chain(2, keys(1)),)).finish()
+    one.store(0, 1, chains=(SubmittedChain(2),)).finish()
+    one.store(2, 3, chains=(SubmittedChain(2, keys(1)),)).finish()
     one.lease(3)
     assert leaving(host, one, 0, 1, 2, 3) == []
 
 
 def test_prompts_of_one_store_do_not_follow_each_other() -> None:
     host, one = by_reuse()
-    one.store(0, 1, 2, 3, chains=(Chain(2), Chain(2))).finish()
+    one.store(0, 1, 2, 3, chains=(SubmittedChain(2), SubmittedChain(2))).finish()
     one.lease(2, 3)
     assert leaving(host, one, 0, 1, 2, 3) == [1, 0]
 
@@ -72,10 +72,12 @@ def test_prompts_of_one_store_do_not_follow_each_other() -> None:
 def test_blocks_whose_beginning_is_not_there_are_not_stored() -> None:
     """Nothing could be loaded of them."""
     host, one = by_reuse()
-    running = one.store(0, 2, 3, 2, 5, chains=(Chain(1), Chain(3, keys(1)), Chain(1, keys(3))))
+    running = one.store(
+        0, 2, 3, 2, 5, chains=(SubmittedChain(1), SubmittedChain(3, keys(1)), SubmittedChain(1, keys(3)))
+    )
     assert running.results == [0, UNWANTED, UNWANTED, UNWANTED, UNWANTED]
     assert running.finish().succeeded.tolist() == [1, 0, 0, 0, 0]
-    assert one.store(1, 2, chains=(Chain(2, keys(0)),)).results == [0, 0]
+    assert one.store(1, 2, chains=(SubmittedChain(2, keys(0)),)).results == [0, 0]
     assert host.counters.unwanted_blocks == 4
 
 
@@ -84,9 +86,9 @@ def test_each_prompt_of_a_store_has_to_be_worth_its_room_by_itself() -> None:
     for turn in range(400):
         first = 8 * (turn // 2 % 7) if turn % 2 == 0 else 1_000 + 8 * turn
         one.lookup(*range(first, first + 8))
-        one.store(*range(first, first + 8), chains=(Chain(8),)).finish()
+        one.store(*range(first, first + 8), chains=(SubmittedChain(8),)).finish()
     there = one.hits(*range(FULL))
-    running = one.store(9_000, 9_001, *there[:8], chains=(Chain(2), Chain(8)))
+    running = one.store(9_000, 9_001, *there[:8], chains=(SubmittedChain(2), SubmittedChain(8)))
     assert running.results == [UNWANTED] * 2 + [1] * 8
 
 
@@ -108,7 +110,7 @@ def test_without_a_word_about_it_a_lookup_or_a_touch_tells_what_follows_what() -
 def test_a_request_that_asks_again_uses_its_blocks_once() -> None:
     host, one = by_reuse()
     table = host.machine.core.blocks.table
-    one.store(0, 1, chains=(Chain(2),)).finish()
+    one.store(0, 1, chains=(SubmittedChain(2),)).finish()
     one.lookup(0, 1)
     before = table.learnt()
     one.lookup(0, 1, again=True)
@@ -127,7 +129,7 @@ def test_what_is_not_worth_its_room_is_refused_before_anything_is_copied() -> No
         if turn % 2:
             first, fresh = fresh, fresh + 8
         one.lookup(*range(first, first + 8))
-        one.store(*range(first, first + 8), chains=(Chain(8),)).finish()
+        one.store(*range(first, first + 8), chains=(SubmittedChain(8),)).finish()
         if turn == 300:
             before = host.counters.unwanted_blocks
     assert host.counters.unwanted_blocks - before > 0.9 * 150 * 8
@@ -179,7 +181,7 @@ def test_blocks_behind_a_window_and_those_asked_for_by_themselves_are_used_too(e
     one = host.instance(sizes=((4096,), (8192,)), block_tokens=(16, 16))
     for first in (0, 10):
         for group in range(2):
-            one.store(*range(first, first + 4), group=group, chains=(Chain(1),) * 4).finish()
+            one.store(*range(first, first + 4), group=group, chains=(SubmittedChain(1),) * 4).finish()
     table = host.machine.core.blocks.table
     before = table.learnt()
     for _ in range(3):

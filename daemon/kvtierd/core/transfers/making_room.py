@@ -11,7 +11,7 @@ from kvtierd.core.blocks.table import U8, BlockState
 from kvtierd.core.ids import NO_ENTRY, Entries, Slots
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import GroupPlan
-from kvtierd.core.stimuli import Chain
+from kvtierd.core.stimuli import SubmittedChain
 
 ACCEPTED, EXISTS, PENDING, THROTTLED, UNWANTED = range(5)
 CREATED = 1
@@ -19,7 +19,7 @@ CREATED = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class StoreRoom:
     """For which new blocks of a store there is room now."""
 
     results: U8
@@ -28,7 +28,7 @@ class Room:
     """Of the accepted ones."""
 
 
-def tell_chains(core: CoreState, plan: GroupPlan, entries: Entries, chains: Sequence[Chain]) -> None:
+def tell_chains(core: CoreState, plan: GroupPlan, entries: Entries, chains: Sequence[SubmittedChain]) -> None:
     """Tells the table which blocks of a store follow each other, and what comes before them. Those that found
     no entry are left out."""
     first = 0
@@ -42,8 +42,8 @@ def tell_chains(core: CoreState, plan: GroupPlan, entries: Entries, chains: Sequ
 
 
 def make_room(
-    core: CoreState, plan: GroupPlan, entries: Entries, created: U8, chains: Sequence[Chain]
-) -> Room:
+    core: CoreState, plan: GroupPlan, entries: Entries, created: U8, chains: Sequence[SubmittedChain]
+) -> StoreRoom:
     """Gives slots to new blocks of a store, and forgets those that get none. `entries` and `created` are what
     the table has said of its blocks."""
     blocks, domain = core.blocks, plan.domain
@@ -63,11 +63,11 @@ def make_room(
         slots.append(blocks.give_slots(domain, piece[:roomy]))
         blocks.discard(domain, piece[roomy:], None)
         waiting -= len(piece)
-    return Room(results, np.concatenate(slots, axis=1) if len(slots) != 1 else slots[0])
+    return StoreRoom(results, np.concatenate(slots, axis=1) if len(slots) != 1 else slots[0])
 
 
 def _pieces(
-    core: CoreState, plan: GroupPlan, created: U8, chains: Sequence[Chain]
+    core: CoreState, plan: GroupPlan, created: U8, chains: Sequence[SubmittedChain]
 ) -> Iterator[tuple[int, int, bool]]:
     """Where among the new blocks those of each prompt lie, and whether what comes before them is there. Only
     a table that ranks cares."""
