@@ -22,32 +22,30 @@ CREATED = 1
 class StoreRoom:
     """For which new blocks of a store there is room now."""
 
-    results: U8
-    """Of each new block: ACCEPTED, THROTTLED or UNWANTED. The latter two have no entry any more."""
+    results: U8 | None
+    """Of each new block: ACCEPTED, THROTTLED or UNWANTED. The latter two have no entry any more. None if all
+    are accepted."""
     slots: Slots
     """Of the accepted ones."""
 
 
-def tell_chains(core: CoreState, plan: GroupPlan, entries: Entries, chains: Sequence[SubmittedChain]) -> None:
-    """Tells the table which blocks of a store follow each other, and what comes before them. Those that found
-    no entry are left out."""
-    first = 0
-    for chain in chains:
-        part = entries[first : first + chain.blocks]
-        first += chain.blocks
-        if chain.previous is not None:
-            previous, _ = core.blocks.table.lookup(plan.space, chain.previous)
-            part = np.concatenate((previous, part))
-        core.blocks.chain(part[part != NO_ENTRY])
-
-
 def make_room(
-    core: CoreState, plan: GroupPlan, entries: Entries, created: U8, chains: Sequence[SubmittedChain]
+    core: CoreState,
+    plan: GroupPlan,
+    new: Entries,
+    entries: Entries,
+    created: U8,
+    chains: Sequence[SubmittedChain],
 ) -> StoreRoom:
-    """Gives slots to new blocks of a store, and forgets those that get none. `entries` and `created` are what
-    the table has said of its blocks."""
+    """Gives slots to the `new` blocks of a store, and forgets those that get none. `entries` and `created`
+    are what the table has said of all its blocks."""
     blocks, domain = core.blocks, plan.domain
-    new = entries[created == CREATED]
+    if blocks.ranks:
+        _tell_chains(core, plan, entries, chains)
+    else:  # the usual case, for which nothing else is to be done
+        room = core.eviction.for_slots(domain, len(new), unhold=True)
+        if room.blocks == len(new):
+            return StoreRoom(None, blocks.give_slots(domain, new))
     results: U8 = np.full(len(new), ACCEPTED, np.uint8)
     slots: list[Slots] = []
     waiting = len(new)
@@ -64,6 +62,21 @@ def make_room(
         blocks.discard(domain, piece[roomy:], None)
         waiting -= len(piece)
     return StoreRoom(results, np.concatenate(slots, axis=1) if len(slots) != 1 else slots[0])
+
+
+def _tell_chains(
+    core: CoreState, plan: GroupPlan, entries: Entries, chains: Sequence[SubmittedChain]
+) -> None:
+    """Tells the table which blocks of a store follow each other, and what comes before them. Those that found
+    no entry are left out."""
+    first = 0
+    for chain in chains:
+        part = entries[first : first + chain.blocks]
+        first += chain.blocks
+        if chain.previous is not None:
+            previous, _ = core.blocks.table.lookup(plan.space, chain.previous)
+            part = np.concatenate((previous, part))
+        core.blocks.chain(part[part != NO_ENTRY])
 
 
 def _pieces(

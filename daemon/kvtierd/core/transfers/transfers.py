@@ -22,7 +22,6 @@ from kvtierd.core.transfers.making_room import (
     THROTTLED,
     UNWANTED,
     make_room,
-    tell_chains,
 )
 
 TICKET_MAX = 2**56 - 1
@@ -78,10 +77,10 @@ class Transfers:
             results = self._results(entries, created)
             new = entries[created == CREATED]
         core.retention.requested(new, entries[created == EXISTED], stimulus.retention)
-        tell_chains(core, plan, entries, stimulus.chains)
-        room = make_room(core, plan, entries, created, stimulus.chains)
-        accepted = np.flatnonzero(created == CREATED)
-        if (refused := room.results != ACCEPTED).any():
+        room = make_room(core, plan, new, entries, created, stimulus.chains)
+        accepted = None
+        if room.results is not None:
+            accepted = np.flatnonzero(created == CREATED)
             results[accepted] = room.results
             twice = np.flatnonzero((created == EXISTED) & (results == PENDING))
             if len(twice):  # the batch may name a new block twice; one that is accepted is on its way
@@ -89,7 +88,8 @@ class Transfers:
                 results[twice] = [
                     result_of.get(entry, ACCEPTED) or PENDING for entry in entries[twice].tolist()
                 ]
-            new, accepted = new[~refused], accepted[~refused]
+            kept = room.results == ACCEPTED
+            new, accepted = new[kept], accepted[kept]
         slots = room.slots
 
         transfer = self._begin(instance, stimulus, Direction.STORE, len(hashes), new, slots)
@@ -98,6 +98,8 @@ class Transfers:
             transfer.storing = Rank(transfer.transfer % instance.world_size)
         block_ids, new_hashes = stimulus.block_ids, hashes
         if len(new) < len(hashes):
+            if accepted is None:
+                accepted = np.flatnonzero(created == CREATED)
             transfer.positions = accepted
             transfer.existing, transfer.existing_positions = existing, existing_positions
             transfer.batch = entries[np.sort(np.concatenate((existing_positions, accepted)))]
