@@ -169,7 +169,9 @@ def _chains(
     chains: Sequence[cache_pb2.Chain], blocks: int, hash_bytes: int
 ) -> tuple[stimuli.SubmittedChain, ...]:
     """Raises Refusal COUNT_MISMATCH or HASH_LENGTH."""
-    if not all(chain.blocks for chain in chains) or sum(chain.blocks for chain in chains) != blocks:
+    # Their number first: otherwise a message full of chains would keep the loop busy.
+    counts = [chain.blocks for chain in chains] if len(chains) <= blocks else []
+    if not all(counts) or sum(counts) != blocks or not counts:
         raise Refusal(
             Reason.COUNT_MISMATCH,
             f"together, the chains have the {blocks} blocks of the store, and each has one at least",

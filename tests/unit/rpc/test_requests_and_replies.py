@@ -362,7 +362,7 @@ class TestSubmissions:
         found = reason(calls.store_of, request, CALLER, LIMITS)
         assert found == (Reason.HASH_LENGTH, "chains[1].previous_hash")
 
-    @pytest.mark.parametrize("lengths", [[2], [4], [3, 0], [0, 3], [2**32 - 1, 1], [1, 1, 1, 1]])
+    @pytest.mark.parametrize("lengths", [[2], [4], [3, 0], [0, 3], [2**32 - 1, 1], [1] * 4, [1] * 100])
     def test_chains_are_the_whole_store_and_nothing_else(self, lengths: list[int]) -> None:
         request = store(3)
         for blocks in lengths:
