@@ -16,6 +16,8 @@ from kvtierd.simulate.traces import Trace
 
 Results = dict[str, dict[str, HitRates]]
 """By policy, and by capacity as it was written."""
+TEXT_COLUMNS = 2
+"""Of a table of results, the first ones; the others have numbers."""
 
 
 def policies(text: str) -> tuple[str, ...]:
@@ -95,22 +97,34 @@ def results_as_json(trace: Trace, results: Results, prefill_tokens_per_s: float 
 def page(trace: Trace, results: Results, prefill_tokens_per_s: float | None) -> Table:
     """For people: a row for each policy and size."""
     table = Table(box=None, header_style="bold", title_justify="left", title_style="")
+    table.title = f"{trace.name}: {about(trace)}"
+    for number, name in enumerate(heads(prefill_tokens_per_s)):
+        table.add_column(name, justify="left" if number < TEXT_COLUMNS else "right")
+    for row in rows(results, prefill_tokens_per_s):
+        table.add_row(*row)
+    return table
+
+
+def about(trace: Trace) -> str:
+    """What a trace has, in a line."""
     hours = float(trace.arrival_s[-1]) / 3_600
-    table.title = (
-        f"{trace.name}: {count(trace.requests, 'request')} in {hours:.1f} h, "
-        f"{int(trace.tokens.sum()):,} tokens, {count(trace.blocks, 'different block')} "
-        f"of {trace.block_tokens} tokens"
+    return (
+        f"{count(trace.requests, 'request')} in {hours:.1f} h, {int(trace.tokens.sum()):,} tokens, "
+        f"{count(trace.blocks, 'different block')} of {trace.block_tokens} tokens"
     )
-    for name in ("policy", "capacity"):
-        table.add_column(name)
-    for name in ("blocks", "tokens hit", "blocks hit", "blocks stored"):
-        table.add_column(name, justify="right")
-    if prefill_tokens_per_s is not None:
-        table.add_column("prefill saved", justify="right")
+
+
+def heads(prefill_tokens_per_s: float | None) -> list[str]:
+    """The heads of the columns of `rows`."""
+    names = ["policy", "capacity", "blocks", "tokens hit", "blocks hit", "blocks stored"]
+    return names if prefill_tokens_per_s is None else [*names, "prefill saved"]
+
+
+def rows(results: Results, prefill_tokens_per_s: float | None) -> Iterator[tuple[str, ...]]:
+    """A row for each policy and size, as people read it."""
     for name, by_size in results.items():
         for written, each in by_size.items():
-            table.add_row(*_cells(name, written, each, prefill_tokens_per_s))
-    return table
+            yield tuple(_cells(name, written, each, prefill_tokens_per_s))
 
 
 def _cells(name: str, written: str, each: HitRates, prefill_tokens_per_s: float | None) -> Iterator[str]:

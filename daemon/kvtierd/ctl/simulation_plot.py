@@ -8,22 +8,19 @@ import html
 import importlib.util
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtierd.ctl.text import count
-from kvtierd.simulate.results import OPTIMUM, POLICIES, HitRates
+from kvtierd.ctl.simulation import Results, about, heads, rows
+from kvtierd.simulate.results import OPTIMUM, POLICIES
 from kvtierd.simulate.traces import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Results = dict[str, dict[str, HitRates]]
 PICTURES = (".png", ".svg", ".pdf")
 WIDTH_IN, HEIGHT_IN, DOTS_PER_INCH = 8.0, 4.8, 144
-
-
 CANNOT_DRAW = "--plot and --html need matplotlib: install it where kvtierctl is (the extra `plots`)"
 
 
@@ -84,41 +81,28 @@ def _figure(trace: Trace, results: Results) -> "Figure":
     axes.set_ylim(bottom=0)
     axes.set_xlabel("capacity")
     axes.set_ylabel("tokens hit")
-    axes.set_title(f"{trace.name}\n{_about(trace)}", fontsize="medium")
+    axes.set_title(f"{trace.name}\n{about(trace)}", fontsize="medium")
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend(title="a circle: more gains less", fontsize="small", title_fontsize="small")
     return figure
 
 
-def _about(trace: Trace) -> str:
-    hours = float(trace.arrival_s[-1]) / 3_600
-    return (
-        f"{count(trace.requests, 'request')} in {hours:.1f} h, {int(trace.tokens.sum()):,} tokens, "
-        f"{count(trace.blocks, 'different block')} of {trace.block_tokens} tokens"
-    )
-
-
 def _page(trace: Trace, results: Results, picture: str, rate: float | None) -> str:
-    head = ["policy", "capacity", "blocks", "tokens hit", "blocks hit", "blocks stored"]
-    head += [] if rate is None else ["prefill saved"]
-    rows = []
-    for name, by_size in results.items():
-        for written, each in by_size.items():
-            cells = [name, written, f"{each.capacity_blocks:,}", f"{each.prefix_token_hit_rate:.2%}"]
-            cells += [f"{each.block_hit_rate:.2%}", f"{each.inserts:,}"]
-            cells += [] if rate is None else [f"{each.hit_tokens / rate:,.0f} s"]
-            rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
     policies = "".join(
         f"<dt>{html.escape(name)}</dt><dd>{html.escape(POLICIES[name])}</dd>" for name in results
     )
     return _PAGE.format(
         name=html.escape(trace.name),
-        about=html.escape(_about(trace)),
+        about=html.escape(about(trace)),
         picture=picture[picture.index("<svg") :],
-        head="".join(f"<th>{html.escape(cell)}</th>" for cell in head),
-        rows="\n".join(f"<tr>{row}</tr>" for row in rows),
+        head=_row("th", heads(rate)),
+        rows="\n".join(_row("td", row) for row in rows(results, rate)),
         policies=policies,
     )
+
+
+def _row(kind: str, cells: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in cells) + "</tr>"
 
 
 _PAGE = """<!doctype html>
@@ -142,7 +126,7 @@ dt {{ font-weight: bold; }}
 <p>A hit is a block that was there when its request arrived, with all blocks before it. A circle marks the
 capacity from which on more gains less.</p>
 <table>
-<thead><tr>{head}</tr></thead>
+<thead>{head}</thead>
 <tbody>
 {rows}
 </tbody>
