@@ -127,21 +127,37 @@ class BlockTable:
         Goes on with what another table has learnt. Returns False, and changes nothing, if this version cannot use it.
         """
 
-    def asked(self, space: int, domain: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> None:
+    def rank_below(self, above: BlockTable) -> None:
         """
-        A prompt of these blocks, from its first on, is asked for. `hashes` has shape (n, 32). Changes nothing unless
-        the table ranks.
+        Begins to rank by what the table `above` learns, which ranks. Blocks that are there
+        already count as asked for once, the least recent first.
         """
 
-    def asked_each(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
+    def asked(self, space: int, domain: int, hashes: numpy.typing.NDArray[numpy.uint8], below: Sequence[BlockTable] = ()) -> None:
         """
-        Each of these blocks is asked for by itself. Changes nothing unless the table ranks.
+        A prompt of these blocks, from its first on, is asked for; what the tables `below` have of it counts as asked
+        for there. `hashes` has shape (n, 32). Changes nothing unless the table ranks.
+        """
+
+    def asked_each(self, entries: numpy.typing.NDArray[numpy.uint32], below: Sequence[BlockTable] = ()) -> None:
+        """
+        Each of these blocks is asked for by itself, here and in the tables `below`. Changes nothing unless the table
+        ranks.
+        """
+
+    def same_as(self, entries: numpy.typing.NDArray[numpy.uint32], above: BlockTable, of: numpy.typing.NDArray[numpy.uint32]) -> None:
+        """
+        WRITING entries are the same blocks as those entries of the table `above`: what is known of their reuse, and
+        what they follow, is taken over. Changes nothing unless both tables rank.
         """
 
     def chained(self, entries: numpy.typing.NDArray[numpy.uint32]) -> None:
         """
         Says that these blocks follow each other in a prompt. Of those with `ranks`, none goes before its followers.
         """
+
+    def admitted_of(self, domain: int, above: BlockTable, entries: numpy.typing.NDArray[numpy.uint32], free: int) -> int:
+        """The same as admitted() for entries of the table `above`."""
 
     def admitted(self, domain: int, entries: numpy.typing.NDArray[numpy.uint32], free: int) -> int:
         """

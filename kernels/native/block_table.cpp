@@ -14,6 +14,8 @@ namespace {
 constexpr std::size_t kGroup = 32;
 // How many entries ahead a batch of entries prefetches.
 constexpr std::size_t kAhead = 8;
+// Blocks before one that are looked for in a table below, to find what it follows there.
+constexpr std::size_t kParentsTried = 64;
 
 std::size_t checked_capacity(std::size_t capacity, std::size_t pool_pages) {
     if (capacity == 0 || capacity > kCapacityMax) refuse("capacity is ", capacity, "; expected 1 to ", kCapacityMax);
@@ -335,31 +337,64 @@ void BlockTable::cool(Entries entries) {
         }
 }
 
-void BlockTable::asked(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes) {
+void BlockTable::asked(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes, Tables below) {
     if (!order_) return;
     const std::size_t n = hashes.size() / kHashBytes;
     std::vector<std::uint64_t> keys(n);
+    for (std::size_t i = 0; i < n; ++i) keys[i] = key_hash_.wide(space, hashes.data() + i * kHashBytes);
+    std::vector<ReuseOrder::Below> there;
+    for (BlockTable* const table : below)
+        if (table->order_)
+            if (auto found = table->of_one_domain(space, hashes)) there.push_back({table->order_.get(), found->first, std::move(found->second)});
     std::vector<std::uint32_t> entries(n);
     std::vector<std::uint8_t> states(n);
     lookup(space, hashes, entries.data(), states.data());
-    for (std::size_t i = 0; i < n; ++i) {
-        keys[i] = key_hash_.wide(space, hashes.data() + i * kHashBytes);
-        if (entries[i] != kNoEntry && entries_[entries[i]].domain != domain) entries[i] = kNoEntry;
-    }
-    order_->asked(domain, keys, entries);
+    for (std::uint32_t& id : entries)
+        if (id != kNoEntry && entries_[id].domain != domain) id = kNoEntry;
+    order_->asked(domain, keys, entries, there);
 }
 
-void BlockTable::asked_each(Entries entries) {
+// The entries of these keys that have the domain of the first one that is there, and kNoEntry for the others; nothing if none
+// is there.
+std::optional<std::pair<std::uint16_t, std::vector<std::uint32_t>>> BlockTable::of_one_domain(
+    std::uint32_t space, std::span<const std::uint8_t> hashes) const {
+    std::vector<std::uint32_t> entries(hashes.size() / kHashBytes);
+    std::vector<std::uint8_t> states(entries.size());
+    lookup(space, hashes, entries.data(), states.data());
+    const auto first = std::find_if(entries.begin(), entries.end(), [](std::uint32_t id) { return id != kNoEntry; });
+    if (first == entries.end()) return std::nullopt;
+    const std::uint16_t domain = entries_[*first].domain;
+    for (std::uint32_t& id : entries)
+        if (id != kNoEntry && entries_[id].domain != domain) id = kNoEntry;
+    return std::pair{domain, std::move(entries)};
+}
+
+void BlockTable::asked_each(Entries entries, Tables below) {
     for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
     if (!order_) return;
     for (const std::uint32_t id : entries) {
-        const std::uint64_t key = key_hash_.wide(entries_[id].space, entries_[id].hash);
-        order_->asked(entries_[id].domain, {&key, 1}, {&id, 1});
+        const Entry& entry = entries_[id];
+        const std::uint64_t key = key_hash_.wide(entry.space, entry.hash);
+        std::vector<ReuseOrder::Below> there;
+        for (BlockTable* const table : below)
+            if (table->order_)
+                if (auto found = table->of_one_domain(entry.space, {entry.hash, kHashBytes}))
+                    there.push_back({table->order_.get(), found->first, std::move(found->second)});
+        order_->asked(entry.domain, {&key, 1}, {&id, 1}, there);
     }
 }
 
 void BlockTable::rank(std::size_t history_blocks) {
-    order_ = std::make_unique<ReuseOrder>(entries_.size(), history_blocks);
+    rank_by(std::make_unique<ReuseOrder>(entries_.size(), history_blocks));
+}
+
+void BlockTable::rank_below(const BlockTable& above) {
+    if (!above.order_) refuse("the table above does not rank");
+    rank_by(std::make_unique<ReuseOrder>(entries_.size(), *above.order_));
+}
+
+void BlockTable::rank_by(std::unique_ptr<ReuseOrder> order) {
+    order_ = std::move(order);
     for (std::uint32_t id = 0; id < used_; ++id)
         if (const Entry& entry = entries_[id]; entry.state != kAbsent) order_->created(id, key_hash_.wide(entry.space, entry.hash));
     for (std::size_t domain = 0; domain < domains_.size(); ++domain) {
@@ -384,7 +419,34 @@ void BlockTable::chained(Entries entries) {
 
 std::size_t BlockTable::admitted(std::uint16_t domain, Entries entries, std::size_t free) const {
     for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
-    return order_ ? order_->admitted(domain, entries, free) : entries.size();
+    return order_ ? order_->admitted(domain, *order_, entries, free) : entries.size();
+}
+
+std::size_t BlockTable::admitted_of(std::uint16_t domain, const BlockTable& above, Entries entries, std::size_t free) const {
+    for (std::size_t i = 0; i < entries.size(); ++i) above.live(entries, i);
+    return order_ && above.order_ ? order_->admitted(domain, *above.order_, entries, free) : entries.size();
+}
+
+void BlockTable::same_as(Entries entries, const BlockTable& above, Entries of) {
+    if (entries.size() != of.size()) refuse("of has ", of.size(), " elements; expected one for each of the ", entries.size(), " entries");
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+        if (live(entries, i).state != kWriting) refuse("entries[", i, "] is ", entries[i], ", which is not WRITING");
+        above.live(of, i);
+    }
+    if (!order_ || !above.order_) return;
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+        order_->same_as(entries[i], *above.order_, of[i]);
+        // What comes before it may be in another table of this level, or not in the one above any more.
+        std::uint32_t parent = of[i];
+        for (std::size_t steps = 0; steps < kParentsTried && (parent = above.order_->parent(parent)) != kNoEntry; ++steps) {
+            const Entry& before = above.entries_[parent];
+            const auto found = of_one_domain(before.space, {before.hash, kHashBytes});
+            if (!found || found->first != entries_[entries[i]].domain) continue;
+            const std::uint32_t both[] = {found->second[0], entries[i]};
+            order_->chained(both, found->first);
+            break;
+        }
+    }
 }
 
 std::size_t BlockTable::victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const {

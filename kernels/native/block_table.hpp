@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -81,18 +82,26 @@ class BlockTable {
     void cool(Entries entries);
     std::size_t victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const;
 
-    // A prompt of these blocks, from its first on, is asked for. Without ranks, nothing happens.
-    void asked(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes);
+    using Tables = std::span<BlockTable* const>;
+    // A prompt of these blocks, from its first on, is asked for; so is what tables below have of it. Without ranks, nothing
+    // happens.
+    void asked(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes, Tables below);
     // Each of these entries is asked for by itself. Without ranks, nothing happens.
-    void asked_each(Entries entries);
+    void asked_each(Entries entries, Tables below);
+    // New entries are the same blocks as those of the table above: what is known of them, and what they follow, is taken over.
+    void same_as(Entries entries, const BlockTable& above, Entries of);
     // Entries that follow each other in a prompt. Without ranks, nothing happens.
     void chained(Entries entries);
     // How many of these new entries, in their order, are worth their room, if there is room for `free` of them. Without ranks,
     // all are.
     std::size_t admitted(std::uint16_t domain, Entries entries, std::size_t free) const;
+    // The same for entries of the table above.
+    std::size_t admitted_of(std::uint16_t domain, const BlockTable& above, Entries entries, std::size_t free) const;
     bool ranks() const { return order_ != nullptr; }
     // Begins to rank, with nothing learnt; blocks that are there count as asked for once, the least recent first. Or stops.
     void rank(std::size_t history_blocks);
+    // The same, by what the table above learns.
+    void rank_below(const BlockTable& above);
     void stop_ranking() { order_.reset(); }
     // What was learnt, as bytes; empty without ranks. restore_learnt() returns false, and changes nothing, if it cannot use
     // them.
@@ -161,6 +170,9 @@ class BlockTable {
     void require_distinct(const Entry& entry, Entries entries, std::size_t i) const;
     void require_state(const Entry& entry, Entries entries, std::size_t i, BlockState state) const;
     bool same(std::uint32_t id, std::uint32_t space, const std::uint8_t* hash) const;
+    std::optional<std::pair<std::uint16_t, std::vector<std::uint32_t>>> of_one_domain(std::uint32_t space,
+                                                                                       std::span<const std::uint8_t> hashes) const;
+    void rank_by(std::unique_ptr<ReuseOrder> order);
     std::uint32_t create(std::uint32_t space, std::uint16_t domain, const std::uint8_t* hash, std::uint32_t tag,
                          std::uint8_t flags);
     void set_state(Entry& entry, BlockState state) {

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <list>
 #include <memory>
 #include <optional>
 #include <random>
@@ -164,11 +165,54 @@ Array<std::uint32_t> copied(const std::vector<std::uint32_t>& values) {
     return out;
 }
 
-void asked(GuardedTable& guarded, std::uint32_t space, std::uint16_t domain, HashesArg hashes_arg) {
+// Tables below one, which nobody else may change meanwhile.
+class TablesBelow {
+   public:
+    explicit TablesBelow(const nb::sequence& tables) {
+        for (const nb::handle each : tables) {
+            entered_.emplace_back(nb::cast<GuardedTable&>(each));
+            tables_.push_back(&*entered_.back());
+        }
+    }
+    BlockTable::Tables span() const { return tables_; }
+
+   private:
+    std::list<Table> entered_;
+    std::vector<BlockTable*> tables_;
+};
+
+void asked(GuardedTable& guarded, std::uint32_t space, std::uint16_t domain, HashesArg hashes_arg, nb::sequence below_arg) {
     const Hashes hashes(hashes_arg);
     const Table table(guarded);
+    const TablesBelow below(below_arg);
     const ReleaseGilIf release(table->ranks() && hashes.rows() >= kReleaseRows);
-    table->asked(space, domain, hashes.span());
+    table->asked(space, domain, hashes.span(), below.span());
+}
+
+void asked_each(GuardedTable& guarded, EntriesArg entries_arg, nb::sequence below_arg) {
+    const Entries entries(entries_arg);
+    const Table table(guarded);
+    const TablesBelow below(below_arg);
+    table->asked_each(entries.span(), below.span());
+}
+
+void rank_below(GuardedTable& guarded, GuardedTable& above) {
+    const Table table(guarded), other(above);
+    const ReleaseGilIf release(true);
+    table->rank_below(*other);
+}
+
+void same_as(GuardedTable& guarded, EntriesArg entries_arg, GuardedTable& above, EntriesArg of_arg) {
+    const Entries entries(entries_arg), of(of_arg);
+    const Table table(guarded), other(above);
+    table->same_as(entries.span(), *other, of.span());
+}
+
+std::size_t admitted_of(GuardedTable& guarded, std::uint16_t domain, GuardedTable& above, EntriesArg entries_arg,
+                        std::size_t free) {
+    const Entries entries(entries_arg);
+    const Table table(guarded), other(above);
+    return table->admitted_of(domain, *other, entries.span(), free);
 }
 
 void rank(GuardedTable& guarded, std::size_t history_blocks) {
@@ -321,14 +365,26 @@ void register_block_table(nb::module_& module) {
         .def("learnt", &learnt, "What was learnt of reuse, for restore_learnt(); empty if the table does not rank.")
         .def("restore_learnt", &restore_learnt, "saved"_a,
              "Goes on with what another table has learnt. Returns False, and changes nothing, if this version cannot use it.")
-        .def("asked", &asked, "space"_a, "domain"_a, "hashes"_a,
-             nb::sig("def asked(self, space: int, domain: int, hashes: numpy.typing.NDArray[numpy.uint8]) -> None"),
-             "A prompt of these blocks, from its first on, is asked for. `hashes` has shape (n, 32). Changes nothing unless\n"
-             "the table ranks.")
-        .def("asked_each", &change<&T::asked_each>, "entries"_a,
-             "Each of these blocks is asked for by itself. Changes nothing unless the table ranks.")
+        .def("rank_below", &rank_below, "above"_a,
+             "Begins to rank by what the table `above` learns, which ranks. Blocks that are there\n"
+             "already count as asked for once, the least recent first.")
+        .def("asked", &asked, "space"_a, "domain"_a, "hashes"_a, "below"_a = nb::tuple(),
+             nb::sig("def asked(self, space: int, domain: int, hashes: numpy.typing.NDArray[numpy.uint8], "
+                     "below: collections.abc.Sequence[BlockTable] = ()) -> None"),
+             "A prompt of these blocks, from its first on, is asked for; what the tables `below` have of it counts as asked\n"
+             "for there. `hashes` has shape (n, 32). Changes nothing unless the table ranks.")
+        .def("asked_each", &asked_each, "entries"_a, "below"_a = nb::tuple(),
+             nb::sig("def asked_each(self, entries: numpy.typing.NDArray[numpy.uint32], "
+                     "below: collections.abc.Sequence[BlockTable] = ()) -> None"),
+             "Each of these blocks is asked for by itself, here and in the tables `below`. Changes nothing unless the table\n"
+             "ranks.")
+        .def("same_as", &same_as, "entries"_a, "above"_a, "of"_a,
+             "WRITING entries are the same blocks as those entries of the table `above`: what is known of their reuse, and\n"
+             "what they follow, is taken over. Changes nothing unless both tables rank.")
         .def("chained", &change<&T::chained>, "entries"_a,
              "Says that these blocks follow each other in a prompt. Of those with `ranks`, none goes before its followers.")
+        .def("admitted_of", &admitted_of, "domain"_a, "above"_a, "entries"_a, "free"_a,
+             "The same as admitted() for entries of the table `above`.")
         .def("admitted", &admitted, "domain"_a, "entries"_a, "free"_a,
              "How many of these new blocks, in their order, are worth their room, if there is room for `free` of them: with\n"
              "`ranks` those that rank higher than what would have to go. Otherwise all.")

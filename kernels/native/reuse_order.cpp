@@ -19,7 +19,10 @@ constexpr std::uint32_t kQueueAge = 100;
 
 }  // namespace
 
-ReuseOrder::ReuseOrder(std::size_t capacity, std::size_t history_blocks) : blocks_(capacity, true), history_(history_blocks) {}
+ReuseOrder::ReuseOrder(std::size_t capacity, std::size_t history_blocks)
+    : blocks_(capacity, true), learnt_(std::make_shared<ReuseLearnt>(history_blocks)) {}
+
+ReuseOrder::ReuseOrder(std::size_t capacity, const ReuseOrder& above) : blocks_(capacity, true), learnt_(above.learnt_), below_(true) {}
 
 const ReuseOrder::Block* ReuseOrder::parent_of(const Block& block) const {
     if (block.parent == kNoEntry) return nullptr;
@@ -97,59 +100,86 @@ void ReuseOrder::count_tree(std::uint32_t root, std::size_t* count) const {
 
 // --- what happens --------------------------------------------------------------------------------------------------------
 
-void ReuseOrder::asked(std::uint16_t domain, std::span<const std::uint64_t> keys, Ids entries) {
+void ReuseOrder::asked(std::uint16_t domain, std::span<const std::uint64_t> keys, Ids entries, std::span<Below> below) {
     const std::size_t n = keys.size();
-    now_ += latest_;  // so the age of the blocks of a prompt is 0 while it is dealt with
+    ReuseHistory& history = learnt_->history;
+    learnt_->now += latest_;  // so the age of the blocks of a prompt is 0 while it is dealt with
     latest_ = static_cast<std::uint32_t>(n);
+    const std::uint32_t now = learnt_->now;
+    const auto with = [&](std::size_t i) {
+        return std::find_if(below.begin(), below.end(), [i](const Below& each) { return each.entries[i] != kNoEntry; });
+    };
     std::size_t news = 0;
-    for (std::size_t i = 0; i < n; ++i) news += entries[i] == kNoEntry && history_.find(keys[i]) == nullptr;
+    for (std::size_t i = 0; i < n; ++i)
+        news += entries[i] == kNoEntry && history.find(keys[i]) == nullptr && with(i) == below.end();
     std::uint8_t inherited = ReuseStatistics::kNoGap;
     for (std::size_t i = 0; i < n; ++i) {
         const std::uint32_t id = entries[i];
-        Remembered known{keys[i], now_, 0, 0, ReuseStatistics::kNoGap};
+        Remembered block{keys[i], now, 0, 0, ReuseStatistics::kNoGap};
         Remembered* ghost = nullptr;
         if (id != kNoEntry) {
-            const Block& block = blocks_[id];
-            known = {keys[i], block.touched, class_of(id), block.touches, block.gap};
-        } else if ((ghost = history_.find(keys[i])) != nullptr) {
-            known = *ghost;
+            block = known(keys[i], id);
+        } else if ((ghost = history.find(keys[i])) != nullptr) {
+            block = *ghost;
+        } else if (const auto there = with(i); there != below.end()) {
+            block = there->order->known(keys[i], there->entries[i]);
         }
         std::uint8_t gap = inherited;
-        if (known.touches != 0) {
-            const std::uint32_t waited = now_ - known.touched;
-            if (known.of_class != kCold) statistics_.reused(known.of_class, waited);
-            known.gap = gap = inherited = ReuseStatistics::gap_after(waited, known.gap);
+        if (block.touches != 0) {
+            const std::uint32_t waited = now - block.touched;
+            if (block.of_class != kCold) learnt_->statistics.reused(block.of_class, waited);
+            block.gap = gap = inherited = ReuseStatistics::gap_after(waited, block.gap);
         }
-        known.touches = static_cast<std::uint8_t>(std::min(known.touches + 1, 255));
-        known.touched = now_;
-        known.of_class = ReuseStatistics::class_of(known.touches, i + 1 == n, i, news, gap);
-        if (id == kNoEntry) {
+        block.touches = static_cast<std::uint8_t>(std::min(block.touches + 1, 255));
+        block.touched = now;
+        block.of_class = ReuseStatistics::class_of(block.touches, i + 1 == n, i, news, gap);
+        if (id != kNoEntry) {
+            update(id, domain, block);
+        } else {
             if (ghost != nullptr) ghost->touches = 0;  // it is remembered anew
-            remember(keys[i], known);
-            continue;
+            remember(keys[i], block);
         }
-        Block& block = blocks_[id];
-        const bool in_tree = (block.of_class & kInTree) != 0;
-        if (in_tree) out_of_tree(id, domain);
-        block.touched = known.touched;
-        block.touches = known.touches;
-        block.gap = known.gap;
-        block.of_class = static_cast<std::uint16_t>((block.of_class & ~kClassMask) | known.of_class);
-        if (in_tree) into_tree(id, domain);
+        for (const Below& each : below)
+            if (each.entries[i] != kNoEntry) each.order->update(each.entries[i], each.domain, block);
     }
     for (std::size_t first = 0, end; first < n; first = end + 1) {
         for (end = first; end < n && entries[end] != kNoEntry; ++end) {
         }
         chained(entries.subspan(first, end - first), domain);
     }
+    // Several tables share the blocks of a prompt, so each has holes.
+    for (Below& each : below) {
+        std::erase(each.entries, kNoEntry);
+        each.order->chained(each.entries, each.domain);
+    }
     look_at_some(n);
+}
+
+void ReuseOrder::update(std::uint32_t id, std::uint16_t domain, const Remembered& known) {
+    Block& block = blocks_[id];
+    const bool in_tree = (block.of_class & kInTree) != 0;
+    if (in_tree) out_of_tree(id, domain);
+    block.touched = known.touched;
+    block.touches = known.touches;
+    block.gap = known.gap;
+    block.of_class = static_cast<std::uint16_t>((block.of_class & ~kClassMask) | known.of_class);
+    if (in_tree) into_tree(id, domain);
+}
+
+void ReuseOrder::same_as(std::uint32_t id, const ReuseOrder& above, std::uint32_t of) {
+    const Block& other = above.blocks_[of];
+    Block& block = blocks_[id];
+    block.touched = other.touched;
+    block.touches = other.touches;
+    block.gap = other.gap;
+    block.of_class = static_cast<std::uint16_t>((block.of_class & ~kClassMask) | above.class_of(of));
 }
 
 void ReuseOrder::remember(std::uint64_t key, const Remembered& block) {
     Remembered kept = block;
     kept.key = key;
-    history_.put(kept, [&](const Remembered& gone) {
-        if (gone.of_class != kCold) statistics_.forgotten(gone.of_class, now_ - gone.touched);
+    learnt_->history.put(kept, [&](const Remembered& gone) {
+        if (gone.of_class != kCold) learnt_->statistics.forgotten(gone.of_class, learnt_->now - gone.touched);
     });
 }
 
@@ -179,10 +209,10 @@ bool ReuseOrder::follows(std::uint32_t id, std::uint32_t other) const {
 
 void ReuseOrder::created(std::uint32_t id, std::uint64_t key) {
     Block& block = blocks_[id];
-    block = {now_, kNoEntry, 0, ++births_, 0, kNoEntry, kNoEntry, 0, 1, ReuseStatistics::kNoGap};
+    block = {learnt_->now, kNoEntry, 0, ++births_, 0, kNoEntry, kNoEntry, 0, 1, ReuseStatistics::kNoGap};
     if (births_ == 0) block.birth = ++births_;
     used_ = std::max(used_, id + 1);
-    if (Remembered* const ghost = history_.find(key)) {
+    if (Remembered* const ghost = below_ ? nullptr : learnt_->history.find(key)) {
         block.touched = ghost->touched;
         block.of_class = ghost->of_class;
         block.touches = ghost->touches;
@@ -199,7 +229,8 @@ void ReuseOrder::removed(std::uint32_t id, std::uint64_t key, std::uint16_t doma
     block.birth = 0;
     block.children = 0;
     block.of_class = 0;
-    remember(key, {key, gone.touched, static_cast<std::uint16_t>(gone.of_class & kClassMask), gone.touches, gone.gap});
+    if (!below_)  // else the table above knows it
+        remember(key, {key, gone.touched, static_cast<std::uint16_t>(gone.of_class & kClassMask), gone.touches, gone.gap});
     child_gone(gone, domain);
 }
 
@@ -233,20 +264,20 @@ void ReuseOrder::cooled(std::uint32_t id, std::uint16_t domain) {
 void ReuseOrder::look_at_some(std::size_t asked_blocks) {
     ++prompts_;
     if (looked_at_ == 0 && prompts_ < kPromptsMin) return;
-    const std::size_t all = used_ + history_.size();
+    const std::size_t all = used_ + learnt_->history.size();
     const std::size_t end = std::min(all, looked_at_ + kLooks + kLooksPerBlock * asked_blocks);
     for (; looked_at_ < end; ++looked_at_) {
         if (looked_at_ < used_) {
             const Block& block = blocks_[looked_at_];
             const auto id = static_cast<std::uint32_t>(looked_at_);
-            if (block.birth != 0 && class_of(id) != kCold) statistics_.open(class_of(id), age(id));
+            if (block.birth != 0 && class_of(id) != kCold) learnt_->statistics.open(class_of(id), age(id));
         } else {
-            const Remembered& ghost = history_.at(looked_at_ - used_);
-            if (ghost.touches != 0 && ghost.of_class != kCold) statistics_.open(ghost.of_class, now_ - ghost.touched);
+            const Remembered& ghost = learnt_->history.at(looked_at_ - used_);
+            if (ghost.touches != 0 && ghost.of_class != kCold) learnt_->statistics.open(ghost.of_class, learnt_->now - ghost.touched);
         }
     }
     if (end < all) return;
-    statistics_.learn();
+    learnt_->statistics.learn();
     queues_.clear();
     looked_at_ = 0;
     prompts_ = 0;
@@ -350,12 +381,12 @@ void ReuseOrder::drop_changed(std::vector<Candidate>* queue) const {
 
 const std::vector<ReuseOrder::Candidate>& ReuseOrder::leaving(std::uint16_t domain, std::size_t n) const {
     Queue& queue = queues_[domain];
-    if (now_ - queue.made_at <= kQueueAge) {
+    if (learnt_->now - queue.made_at <= kQueueAge) {
         drop_changed(&queue.next);
         if (queue.next.size() >= n) return queue.next;
     }
     queue.next.clear();
-    queue.made_at = now_;
+    queue.made_at = learnt_->now;
     Walk walk(*this, domain);
     float rank;
     for (std::uint32_t id; queue.next.size() < n + kQueued && (id = walk.next(&rank)) != kNoEntry;)
@@ -370,14 +401,15 @@ std::size_t ReuseOrder::victims(std::uint16_t domain, std::size_t n, std::uint32
     return found;
 }
 
-std::size_t ReuseOrder::admitted(std::uint16_t domain, Ids entries, std::size_t free) const {
+std::size_t ReuseOrder::admitted(std::uint16_t domain, const ReuseOrder& of, Ids entries, std::size_t free) const {
     std::size_t kept = std::min(free, entries.size());
     const std::size_t more = entries.size() - kept;
     if (more == 0) return kept;
     const std::vector<Candidate>& queue = leaving(domain, more);
     for (std::size_t i = 0; i < more; ++i, ++kept) {
         if (i == queue.size()) return entries.size();  // what others have decides
-        if (queue[i].rank >= rank(class_of(entries[kept]), 0)) break;
+        const std::uint32_t id = entries[kept];
+        if (queue[i].rank >= rank(of.class_of(id), ReuseStatistics::step(of.age(id)))) break;
     }
     return kept;
 }

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -20,22 +21,44 @@
 
 namespace kvtier {
 
+// What a table has learnt, and the tables below it with it.
+struct ReuseLearnt {
+    explicit ReuseLearnt(std::size_t history_blocks) : history(history_blocks) {}
+
+    ReuseStatistics statistics;
+    ReuseHistory history;
+    std::uint32_t now = 0;  // accesses, as the time
+};
+
 class ReuseOrder {
    public:
     using Ids = std::span<const std::uint32_t>;
 
+    // The blocks of a prompt in a table below, kNoEntry for those that it does not have.
+    struct Below {
+        ReuseOrder* order;
+        std::uint16_t domain;
+        std::vector<std::uint32_t> entries;
+    };
+
     // For a table of so many entries. Remembers at least so many blocks that are not there.
     ReuseOrder(std::size_t capacity, std::size_t history_blocks);
+    // For a table below: it goes by what the one above learns.
+    ReuseOrder(std::size_t capacity, const ReuseOrder& above);
 
     // A prompt is asked for: the keys of its blocks from the first on, and their entries, kNoEntry for those without one. Those
-    // that follow each other are chained.
-    void asked(std::uint16_t domain, std::span<const std::uint64_t> keys, Ids entries);
+    // that follow each other are chained. What tables below have of it is asked for there too.
+    void asked(std::uint16_t domain, std::span<const std::uint64_t> keys, Ids entries, std::span<Below> below = {});
     // Each entry is the child of the one before it, unless it has a parent already.
     void chained(Ids entries, std::uint16_t domain);
 
     void created(std::uint32_t id, std::uint64_t key);
     // It was asked for so long ago. Only for one that has just been created.
-    void aged(std::uint32_t id, std::uint32_t age) { blocks_[id].touched = now_ - age; }
+    void aged(std::uint32_t id, std::uint32_t age) { blocks_[id].touched = learnt_->now - age; }
+    // It is the same block as one of the table above. Only for one that has just been created.
+    void same_as(std::uint32_t id, const ReuseOrder& above, std::uint32_t of);
+    // The block before it in its prompt, kNoEntry if that is not known or not there.
+    std::uint32_t parent(std::uint32_t id) const { return parent_of(blocks_[id]) == nullptr ? kNoEntry : blocks_[id].parent; }
     void removed(std::uint32_t id, std::uint64_t key, std::uint16_t domain);
     void evictable(std::uint32_t id, std::uint16_t domain);
     void unevictable(std::uint32_t id, std::uint16_t domain);
@@ -44,13 +67,14 @@ class ReuseOrder {
 
     // Up to n that go first, in this order, each as if those before it had gone.
     std::size_t victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const;
-    // How many of these new entries, in their order, are to be kept, if there is room for `free` of them.
-    std::size_t admitted(std::uint16_t domain, Ids entries, std::size_t free) const;
+    // How many new blocks, in their order, are to be kept, if there is room for `free` of them. They are entries of the table
+    // that `of` orders: this one, or the one above.
+    std::size_t admitted(std::uint16_t domain, const ReuseOrder& of, Ids entries, std::size_t free) const;
 
-    std::vector<std::byte> saved() const { return statistics_.saved(); }
-    bool restore(std::span<const std::byte> saved) { return statistics_.restore(saved); }
+    std::vector<std::byte> saved() const { return learnt_->statistics.saved(); }
+    bool restore(std::span<const std::byte> saved) { return learnt_->statistics.restore(saved); }
 
-    std::size_t bytes() const { return blocks_.bytes() + history_.bytes(); }
+    std::size_t bytes() const { return blocks_.bytes() + (below_ ? 0 : learnt_->history.bytes()); }
     // What does not fit, or an empty string. `is_evictable(id)` says what the table thinks of its `used` first entries.
     template <class IsEvictable>
     std::string check(std::size_t used, IsEvictable is_evictable) const;
@@ -89,12 +113,12 @@ class ReuseOrder {
     const std::vector<Candidate>& leaving(std::uint16_t domain, std::size_t n) const;
 
     std::uint16_t class_of(std::uint32_t id) const { return blocks_[id].of_class & kClassMask; }
-    std::uint32_t age(std::uint32_t id) const { return now_ - blocks_[id].touched; }
+    std::uint32_t age(std::uint32_t id) const { return learnt_->now - blocks_[id].touched; }
     static std::uint32_t tree_key(std::uint16_t domain, std::uint16_t of_class) {
         return std::uint32_t{domain} << 16 | of_class;
     }
     float rank(std::uint16_t of_class, unsigned step) const {
-        return of_class == kCold ? -1.0f : statistics_.rank(of_class, step);
+        return of_class == kCold ? -1.0f : learnt_->statistics.rank(of_class, step);
     }
     const Block* parent_of(const Block& block) const;
     Block* parent_of(const Block& block) { return const_cast<Block*>(static_cast<const ReuseOrder*>(this)->parent_of(block)); }
@@ -119,12 +143,17 @@ class ReuseOrder {
     void remember(std::uint64_t key, const Remembered& block);
     void look_at_some(std::size_t asked_blocks);
 
+    Remembered known(std::uint64_t key, std::uint32_t id) const {
+        const Block& block = blocks_[id];
+        return {key, block.touched, class_of(id), block.touches, block.gap};
+    }
+    void update(std::uint32_t id, std::uint16_t domain, const Remembered& known);
+
     LazyArray<Block> blocks_;
-    ReuseHistory history_;
-    ReuseStatistics statistics_;
+    std::shared_ptr<ReuseLearnt> learnt_;
+    bool below_ = false;  // what is learnt is the business of the table above
     Trees trees_;
     mutable std::unordered_map<std::uint16_t, Queue> queues_;
-    std::uint32_t now_ = 0;
     std::uint32_t latest_ = 0;  // blocks of the latest prompt
     std::uint32_t births_ = 0;
     std::uint32_t used_ = 0;

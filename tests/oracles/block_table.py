@@ -289,16 +289,25 @@ class BlockTable:
     def restore_learnt(self, saved: bytes) -> bool:
         return False
 
-    def asked(self, space: int, domain: int, hashes: U8) -> None:
+    def rank_below(self, above: object) -> None:
+        raise NotImplementedError("the oracle goes by recency")
+
+    def asked(self, space: int, domain: int, hashes: U8, below: Sequence[object] = ()) -> None:
         pass
 
-    def asked_each(self, entries: U32) -> None:
+    def asked_each(self, entries: U32, below: Sequence[object] = ()) -> None:
+        pass
+
+    def same_as(self, entries: U32, above: object, of: U32) -> None:
         pass
 
     def chained(self, entries: U32) -> None:
         pass
 
     def admitted(self, domain: int, entries: U32, free: int) -> int:
+        return len(entries)
+
+    def admitted_of(self, domain: int, above: object, entries: U32, free: int) -> int:
         return len(entries)
 
     def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> U32:

@@ -91,7 +91,7 @@ class Machine:
             self._keep_by(policy)
         self._leases = Leases(self.core)
         self._lookups = Lookups(self.core, self._leases, self.tier)
-        self._transfers = Transfers(self.core, self._leases)
+        self._transfers = Transfers(self.core, self._leases, self.tier)
         self._clearing = BlockClearing(self.core)
         self._fencing = Fencing(self.core, self._transfers, self.tier)
         self._sampler = Sampler(
@@ -182,6 +182,8 @@ class Machine:
 
     def _keep_by(self, policy: stimuli.PoolPolicy) -> None:
         self.core.blocks.keep_by(policy)
+        for disk in self.core.disks.all:
+            disk.blocks.keep_by(policy)
         # What is learnt of reuse is learnt from lookups, also from those that find nothing.
         self.core.pages.spare(policy is not stimuli.PoolPolicy.REUSE)
 

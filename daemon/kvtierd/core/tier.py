@@ -64,6 +64,11 @@ class Tier(Protocol):
             - `find` has found all of them in this stimulus, and there is one at least.
         """
 
+    def wants(self, plan: GroupPlan, entries: Entries) -> int:
+        """How many of these new blocks, which are not worth their room on the host, the tier should have all
+        the same, from the first on. They have no slots yet, and none of them is below."""
+        return 0
+
     # --- the one command of lookups ---
 
     def bring_up(self, plan: GroupPlan, hashes: Hashes, copies: Entries, *, in_order: bool) -> Mask:
@@ -84,6 +89,10 @@ class Tier(Protocol):
         """
 
     # --- what the tier is told, and may ignore ---
+
+    def promise(self, plan: GroupPlan, blocks: int) -> None:
+        """So many blocks get slots only because the tier `wants` them."""
+        return
 
     def stored(self, plan: GroupPlan, entries: Entries) -> None:
         """A store has made blocks READY."""

@@ -2,18 +2,19 @@
 is given at once."""
 
 import itertools
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import BlockTable
 
-from kvtierd.core.actions import Attached, LookupReply, PostPart, Reply
+from kvtierd.core.actions import Attached, DiskJobKind, LookupReply, PostDiskJob, PostPart, Reply
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import (
     PAGE_BYTES,
+    DiskId,
     Epoch,
     Hashes,
-    PartId,
     Rank,
     RegistrationId,
     SessionId,
@@ -21,15 +22,20 @@ from kvtierd.core.ids import (
     WorkerId,
 )
 from kvtierd.core.machine import Machine
+from kvtierd.core.state.entities import DISK_DEVICE_PREFIX
 from kvtierd.core.stimuli import (
     AttachSession,
     BlockQuery,
     CoreIntegrity,
     CoreLimits,
+    DiskJobFinished,
+    DiskRecovered,
     GroupGeometry,
     LookupBlocks,
     PartFinished,
     PartOutcome,
+    PoolPolicy,
+    Recovered,
     RegisterMemory,
     RegisterWords,
     SessionRole,
@@ -37,6 +43,7 @@ from kvtierd.core.stimuli import (
     Stimulus,
     SubmitStore,
     SubmittedChain,
+    Tick,
     WorkerLive,
 )
 
@@ -46,49 +53,72 @@ EXTENT_BYTES = 3 * PAGE_BYTES
 """Of one slot, with its header and its record: so any number of blocks is a size."""
 HISTORY_PER_BLOCK = 64
 """Blocks that are remembered when they are gone, for each that is there."""
+WRITTEN_AT_ONCE = 1 << 16
+"""Blocks of a disk that have no room yet, or none any more."""
+STEPS_PER_POOL = 16
+"""A prompt that is computed while a disk writes comes in steps of at most this part of the pool."""
 HASH_BYTES = 32
 ENGINE_BLOCKS = 1 << 20
 PART_WORDS = 16
-_NOTHING_FAILED = np.empty(0, np.uint32)
+DISK_WORKER = WorkerId(2)
+_NONE = np.empty(0, np.uint32)
+_NOTHING_FOUND = Recovered((), (), _NONE, np.empty((0, HASH_BYTES), np.uint8), _NONE, 0, _NONE)
 
 
 class SimulatedHost:
     """Serves requests one after another, each as an engine without a cache of its own makes it: it asks for
-    its prompt, and stores what was missing."""
+    its prompt, waits for what a disk has of it, and stores what was missing."""
 
     def __init__(
-        self, capacity_blocks: int, *, ranks: bool = False, history_blocks: int | None = None
+        self,
+        capacity_blocks: int,
+        *,
+        disk_blocks: int = 0,
+        ranks: bool = False,
+        history_blocks: int | None = None,
     ) -> None:
-        """An empty host that keeps so many blocks. With `ranks`, it learns which, and remembers at least
-        `history_blocks` of those that are gone; None: as many as it can use."""
+        """An empty host that keeps so many blocks, above an empty disk that keeps `disk_blocks`; 0: without a
+        disk. With `ranks`, it learns which, and remembers at least `history_blocks` of those that are gone;
+        None: as many as it can use."""
         geometry = PoolGeometry(capacity_blocks, EXTENT_BYTES, 2 << 20)
-        pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
+        below = PoolGeometry(disk_blocks, EXTENT_BYTES, 2 << 20)
+        if history_blocks is None:
+            history_blocks = HISTORY_PER_BLOCK * max(capacity_blocks, disk_blocks // HISTORY_PER_BLOCK)
+        self._capacity_blocks = capacity_blocks
         self.now_s = 0.0
         """The time of the trace."""
         self.inserts = 0
         """Blocks that were stored."""
+        self.disk_writes = 0
+        """Blocks that were written to the disk."""
         self._ranks = ranks
+        self._has_disk = disk_blocks > 0
         self._limits = CoreLimits()
         self._machine = Machine(
             BlockTable(
                 # The blocks of a store are there before there is room for them.
                 capacity_blocks + self._limits.transfer_blocks_max,
-                pages,
+                _pages(geometry),
                 seed=0,
                 ranks=ranks,
-                history_blocks=HISTORY_PER_BLOCK * capacity_blocks
-                if history_blocks is None
-                else history_blocks,
+                history_blocks=history_blocks,
             ),
             lambda: self.now_s,
             self._limits,
             geometry,
             integrity=CoreIntegrity(sample_bytes_per_s=0, remembered_blocks=1),
+            disks=[(BlockTable(disk_blocks + WRITTEN_AT_ONCE, _pages(below), seed=0), below)]
+            if disk_blocks
+            else (),
+            policy=PoolPolicy.REUSE if ranks else PoolPolicy.LRU,
         )
         self._tickets = itertools.count(1)
         self._worker = WorkerId(1)
         self._session = SessionId(1)
         self._do(WorkerLive(self._worker, "cpu"))
+        if disk_blocks:
+            self._do(WorkerLive(DISK_WORKER, f"{DISK_DEVICE_PREFIX}0"))
+            self._do(DiskRecovered(DiskId(0), _NOTHING_FOUND))
         attached = self._do(
             AttachSession(
                 session=self._session,
@@ -112,18 +142,32 @@ class SimulatedHost:
         found = 0
         for first in range(0, len(hashes), self._limits.lookup_hashes_max):
             part = hashes[first : first + self._limits.lookup_hashes_max]
-            reply = self._do(LookupBlocks(self._session, self._epoch, (BlockQuery(0, part),), lease=False))
-            assert isinstance(reply, LookupReply)
-            found += reply.groups[0].hits
-            if reply.groups[0].hits < len(part):
+            hits = self._hits(part)
+            found += hits
+            if hits < len(part):
                 break
         most = self._limits.transfer_blocks_max
+        if self._has_disk:  # a disk takes what comes step by step, as an engine computes it
+            self._do(Tick())
+            most = max(1, min(most, self._capacity_blocks // STEPS_PER_POOL))
         firsts = range(0, len(hashes), most)
         # With what is there already. Where recency decides, the beginning of a prompt is to be the most
         # recent of it; else nothing is stored whose beginning is not there.
         for first in firsts if self._ranks else reversed(firsts):
             self._store(hashes[first : first + most], hashes[first - 1 : first] if first else None)
         return found
+
+    def _hits(self, hashes: Hashes) -> int:
+        """How many of these blocks of one lookup can be loaded, once the disk has brought what it has."""
+        again, hits = False, -1
+        while True:
+            query = (BlockQuery(0, hashes),)
+            reply = self._do(LookupBlocks(self._session, self._epoch, query, lease=False, again=again))
+            assert isinstance(reply, LookupReply)
+            group = reply.groups[0]
+            if len(group.states) == group.hits or group.hits == hits:
+                return group.hits
+            again, hits = True, group.hits
 
     def _store(self, hashes: Hashes, previous: Hashes | None) -> None:
         number = next(self._tickets)
@@ -135,13 +179,24 @@ class SimulatedHost:
     def _do(self, stimulus: Stimulus) -> Reply:
         """Handles it, and whatever the worker says to it."""
         reply, actions = self._machine.handle(stimulus)
-        for part in [action for action in actions if isinstance(action, PostPart)]:
-            self.inserts += len(part.block_ids)
-            self._ended(part.part)
+        waiting = deque(actions)
+        while waiting:
+            action = waiting.popleft()
+            if isinstance(action, PostPart):
+                self.inserts += len(action.block_ids)
+                ended: Stimulus = PartFinished(self._worker, action.part, PartOutcome.DONE, _NONE)
+            elif isinstance(action, PostDiskJob):
+                if action.kind is DiskJobKind.WRITE:
+                    self.disk_writes += len(action.disk_slots)
+                ended = DiskJobFinished(action.worker, action.job, _NONE, _NONE)
+            else:
+                continue
+            waiting.extend(self._machine.handle(ended)[1])
         return reply
 
-    def _ended(self, part: PartId) -> None:
-        self._machine.handle(PartFinished(self._worker, part, PartOutcome.DONE, _NOTHING_FAILED))
+
+def _pages(geometry: PoolGeometry) -> int:
+    return (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
 
 
 def hashes_of(blocks: npt.NDArray[np.int64]) -> Hashes:

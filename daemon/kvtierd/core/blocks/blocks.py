@@ -96,6 +96,7 @@ class Blocks:
             self.spaces = host.spaces
             self.spaces.tables.append(table)
         self.capacity = int(table.stats()["capacity"])
+        self._above = None if host is None else host.table
         self.ranks = table.ranks
         """Whether the table learns what is worth its room, as `keep_by` says."""
         self.live = 0
@@ -266,8 +267,12 @@ class Blocks:
         self.discard(domain, gone, self.slots_of(domain, gone))
 
     def keep_by(self, policy: PoolPolicy) -> None:
-        """Decides from now on by this policy what goes first. What was learnt by another one is forgotten."""
-        if policy is PoolPolicy.REUSE and not self.ranks:
+        """Decides from now on by this policy what goes first. What was learnt by another one is forgotten.
+        Disks go by what the host learns, so the host has to be told first."""
+        if policy is PoolPolicy.REUSE and self._above is not None:
+            if not self.ranks:
+                self.table.rank_below(self._above)
+        elif policy is PoolPolicy.REUSE and not self.ranks:
             self.table.rank(self.geometry.capacity_bytes // HISTORY_PART // REMEMBERED_BYTES)
         elif policy is PoolPolicy.LRU and self.ranks:
             self.table.stop_ranking()

@@ -98,6 +98,15 @@ class Eviction:
             roomy = max(roomy, self._free(domain, asked, waiting))
         return Room(roomy, max(0, worth - roomy))
 
+    def worth_of(self, domain: Domain, above: Blocks, entries: Entries) -> int:
+        """How many of these blocks of the tier above, in their order, are worth what would have to go for
+        them here, where they are not yet."""
+        wanted = len(entries)
+        free = self._free(domain, wanted, 0)
+        if free >= wanted:
+            return wanted
+        return self._table.admitted_of(domain.domain, above.table, entries, free)
+
     def _worth(self, domain: Domain, entries: Entries, waiting: int) -> int:
         """How many of these new blocks, in their order, are worth what would have to go for them."""
         wanted = len(entries)

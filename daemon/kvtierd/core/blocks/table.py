@@ -2,6 +2,7 @@
 tests also have a plain-Python oracle. Every call works on a batch, checks all of it first, and changes
 nothing if it raises."""
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -167,12 +168,21 @@ class BlockTable(Protocol):
         has changed."""
         ...
 
-    def asked(self, space: int, domain: int, hashes: Hashes) -> None:
-        """A prompt of these blocks, from its first on, is asked for."""
+    def rank_below(self, above: Any) -> None:
+        """Begins to rank by what the table above learns, which is of the same kind, and ranks."""
         ...
 
-    def asked_each(self, entries: Entries) -> None:
-        """Each of these blocks is asked for by itself."""
+    def asked(self, space: int, domain: int, hashes: Hashes, below: Sequence[Any] = ()) -> None:
+        """A prompt of these blocks, from its first on, is asked for; so is what tables below have of it."""
+        ...
+
+    def asked_each(self, entries: Entries, below: Sequence[Any] = ()) -> None:
+        """Each of these blocks is asked for by itself, here and in tables below."""
+        ...
+
+    def same_as(self, entries: Entries, above: Any, of: Entries) -> None:
+        """WRITING entries are the same blocks as those of the table above: what is known of their reuse, and
+        what they follow, is taken over."""
         ...
 
     def chained(self, entries: Entries) -> None:
@@ -182,6 +192,10 @@ class BlockTable(Protocol):
     def admitted(self, domain: int, entries: Entries, free: int) -> int:
         """How many of these new blocks, in their order, are worth their room, if there is room for `free` of
         them."""
+        ...
+
+    def admitted_of(self, domain: int, above: Any, entries: Entries, free: int) -> int:
+        """The same for entries of the table above."""
         ...
 
     def coldest(self, domain: int, n: int, without_flags: int, horizon: int) -> Entries:

@@ -43,6 +43,17 @@ class DiskJobs:
             return 0
         return max(0, self._core.disks.policy.write_queue_bytes - disk.bytes[DiskJobKind.WRITE])
 
+    def worth(self, disk: Disk, host_domain: Domain, host_entries: Entries) -> int:
+        """How many of these blocks of the host, of one domain and in their order, a disk that has none of
+        them should have, rather than what would have to go for them."""
+        shelf = disk.blocks
+        if not shelf.ranks:
+            return len(host_entries)
+        domain = shelf.domains.of(host_domain.tenant, host_domain.sizes)
+        worth = disk.eviction.worth_of(domain, self._host, host_entries)
+        shelf.domains.forget_idle(domain)
+        return worth
+
     # --- posting ---
 
     def read(
@@ -76,6 +87,7 @@ class DiskJobs:
             inserted = shelf.insert(space, domain, np.ascontiguousarray(hashes[own]))
             entries[own], created[own] = inserted.entries, inserted.created == 1
         kept = np.flatnonzero(created)
+        shelf.table.same_as(entries[kept], host.table, host_entries[kept])
         roomy = disk.eviction.for_slots(domain, len(kept)).blocks
         shelf.discard(domain, entries[kept[roomy:]], None)
         kept = kept[:roomy]

@@ -70,6 +70,12 @@ class DiskTier:
         )
         self._writing.policy_changed()
 
+    def wants(self, plan: GroupPlan, entries: Entries) -> int:
+        return self._writing.wants(plan.domain, entries) if self._core.blocks.ranks else 0
+
+    def promise(self, plan: GroupPlan, blocks: int) -> None:
+        self._writing.promise(plan.domain, blocks)
+
     # --- stimuli ---
 
     def job_finished(self, stimulus: DiskJobFinished) -> None:

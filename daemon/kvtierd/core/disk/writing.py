@@ -14,7 +14,7 @@ from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.disk.disk_jobs import DiskJobs
 from kvtierd.core.ids import Entries
 from kvtierd.core.state.core_state import CoreState
-from kvtierd.core.state.disks import CLEAN, QUEUED, Disk
+from kvtierd.core.state.disks import CLEAN, QUEUED, Disk, Indexes
 from kvtierd.core.state.entities import DiskJob
 from kvtierd.core.state.rates import Pace
 from kvtierd.core.stimuli import WriteMode
@@ -29,6 +29,8 @@ blocks went before."""
 KEPT_READY_MIN = 4_096
 """At least this many blocks are kept written, because one long prompt needs that much room at once. A pool
 that has no more is written as it fills."""
+PROMISED_FRACTION_MAX = 1 / 8
+"""The fraction of the host that blocks may take which are only there to go to disks."""
 DISK_FRACTION_MAX = 0.5
 """The fraction of the disks that blocks written ahead may take."""
 WRITTEN_PER_STORED = 2
@@ -55,6 +57,8 @@ class Writing:
         """Whether something that should have been written found no room, or was never looked at."""
         self._hungry = False
         """Whether the queues were full when there was more to write."""
+        self._promised_bytes = 0
+        """How many bytes are going through the host, at most, only because disks want them."""
         self._credit_bytes = 0
         """How many bytes may be written, beside those that are under way."""
         self._opened_bytes = 0
@@ -64,9 +68,11 @@ class Writing:
 
     def stored(self, domain: Domain, entries: Entries) -> None:
         """Blocks have been stored, of which the head of a sequence comes first."""
-        if self._core.disks.policy.mode is WriteMode.THROUGH:
+        mode = self._core.disks.policy.mode
+        if mode is WriteMode.THROUGH or (mode is WriteMode.BACK and self._host.ranks):
+            # What goes first of a host that ranks may be what came last.
             self._write_at_once(domain, entries)
-        elif self._core.disks.policy.mode is WriteMode.BACK:
+        elif mode is WriteMode.BACK:
             self._follow(domain, len(entries))
 
     def found(self, domain: Domain, entries: Entries) -> None:
@@ -90,6 +96,33 @@ class Writing:
         """Other blocks are to be written than before, so all are looked at again."""
         self._left = True
 
+    # --- through the host ---
+
+    def wants(self, domain: Domain, entries: Entries) -> int:
+        """How many of these new blocks, of which the head of a sequence comes first, disks should have though
+        the host has no use for them. They are to go through the host, and count as promised to disks."""
+        policy = self._core.disks.policy
+        if self._core.draining or self._hungry or policy.mode is WriteMode.ON_REUSE:
+            return 0
+        live = [disk for disk in self._disks.all if disk.live]
+        most_bytes = min(
+            len(live) * policy.write_queue_bytes, int(self._host.slots.capacity_bytes * PROMISED_FRACTION_MAX)
+        )
+        may_bytes = max(0, min(most_bytes - self._promised_bytes, self._credit()))
+        wanted = min(len(entries), may_bytes // domain.block_bytes)
+        hashes = self._host.table.hashes(entries[:wanted])
+        for disk, own in self._disks.by_disk(hashes):
+            worth = 0
+            if disk.live and self._takes(disk, domain):
+                worth = self._jobs.worth(disk, domain, entries[own])
+            if worth < len(own):
+                wanted = min(wanted, int(own[worth]))
+        return wanted
+
+    def promise(self, domain: Domain, blocks: int) -> None:
+        """So many blocks are going through the host, as `wants` said."""
+        self._promised_bytes += blocks * domain.block_bytes
+
     # --- ahead of evictions ---
 
     def tick(self) -> None:
@@ -103,6 +136,8 @@ class Writing:
             paces[domain] = (come, go)
         self._paces = paces
         self._write_ahead()
+        if not self._hungry and not any(disk.counts[DiskJobKind.WRITE] for disk in self._disks.all):
+            self._promised_bytes = 0  # stores of what is left have failed
 
     def job_ended(self, disk: Disk, job: DiskJob) -> None:
         """A job is over, so there may be room for more. Blocks that failed are left to the next tick, because
@@ -118,6 +153,7 @@ class Writing:
     def give_back(self, job: DiskJob) -> None:
         """A job is over: blocks of it that were not written cost no credit."""
         if job.kind is DiskJobKind.WRITE:
+            self._promised_bytes = max(0, self._promised_bytes - job.bytes)
             self._credit_bytes += (len(job.entries) - job.good) * job.domain.block_bytes
 
     def _follow(self, domain: Domain, stored: int) -> None:
@@ -186,6 +222,7 @@ class Writing:
         for disk, own in self._disks.by_disk(hashes):
             if not self._takes(disk, domain):
                 continue
+            own = self._worth(disk, domain, entries, own, head_first=head_first)
             may = self._jobs.may_write(disk) // domain.block_bytes
             if may == 0 and disk.live and not disk.counts[DiskJobKind.WRITE]:
                 may = 1  # a block that is larger than the queue
@@ -201,6 +238,18 @@ class Writing:
                 )
                 self._credit_bytes -= written * domain.block_bytes
         return everything
+
+    def _worth(
+        self, disk: Disk, domain: Domain, entries: Entries, own: Indexes, *, head_first: bool
+    ) -> Indexes:
+        """Those of a disk's `own` blocks that it should have, rather than what would have to go for them."""
+        if not disk.blocks.ranks:
+            return own
+        if head_first:
+            return own[: self._jobs.worth(disk, domain, entries[own])]
+        # What goes last is worth most, and comes before what follows it.
+        worth = self._jobs.worth(disk, domain, entries[own[::-1]])
+        return own[len(own) - worth :]
 
     def _credit(self) -> int:
         """How many bytes may be written now. A disk that is too small for what the host holds would be

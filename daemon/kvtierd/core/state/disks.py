@@ -169,6 +169,11 @@ class Disks:
         for disk in self.all:
             disk.blocks.leaving = partial(self._disk_leaves, disk)
 
+    @property
+    def tables(self) -> list[BlockTable]:
+        """The block tables of all disks."""
+        return [disk.blocks.table for disk in self.all]
+
     def __bool__(self) -> bool:
         """Whether there is a disk tier."""
         return bool(self.all)

@@ -26,6 +26,7 @@ class Lookups:
         self._table = core.blocks.table
         self._leases = leases
         self._tier = tier
+        self._below = core.disks.tables
         self._outlook = Outlook(core, tier)
 
     def lookup(self, stimulus: LookupBlocks) -> LookupReply:
@@ -45,7 +46,7 @@ class Lookups:
         learns = self._blocks.ranks and not stimulus.again
         for ask in asks if learns else ():
             if not (ask.query.exact or ask.window_blocks):
-                self._table.asked(ask.plan.space, ask.plan.domain.domain, ask.query.hashes)
+                self._table.asked(ask.plan.space, ask.plan.domain.domain, ask.query.hashes, self._below)
         tokens = self._find(asks)
         if tokens and instance.prefill_tokens_per_s:
             wanted = [(ask.plan, len(ask.found)) for ask in asks]
@@ -56,7 +57,7 @@ class Lookups:
             leased, refused = self._lease(instance, asks, tokens)
         for ask in asks if learns and tokens else ():
             if ask.query.exact or ask.window_blocks:
-                self._table.asked_each(ask.found)
+                self._table.asked_each(ask.found, self._below)
         if tokens:
             held = asks[0].lease is not None and leased == tokens
             for ask in asks:

@@ -1,5 +1,5 @@
 """Makes room for the new blocks of a store: for as many as there can be room for, of each prompt from its
-beginning on. If the pool goes by reuse, only for those that are worth it."""
+beginning on. If the pool goes by reuse, only for those that are worth it, on the host or below."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from kvtierd.core.ids import NO_ENTRY, Entries, Slots
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import GroupPlan
 from kvtierd.core.stimuli import SubmittedChain
+from kvtierd.core.tier import Tier
 
 ACCEPTED, EXISTS, PENDING, THROTTLED, UNWANTED = range(5)
 CREATED = 1
@@ -31,6 +32,7 @@ class StoreRoom:
 
 def make_room(
     core: CoreState,
+    tier: Tier,
     plan: GroupPlan,
     new: Entries,
     entries: Entries,
@@ -49,12 +51,15 @@ def make_room(
     results: U8 = np.full(len(new), ACCEPTED, np.uint8)
     slots: list[Slots] = []
     waiting = len(new)
-    for first, end, begins in _pieces(core, plan, created, chains):
+    for first, end, begins in _pieces(core, tier, plan, created, chains):
         piece = new[first:end]
         roomy = worth = 0
         if begins:
             room = core.eviction.for_slots(domain, len(piece), piece, waiting=waiting, unhold=True)
             roomy, worth = room.blocks, room.blocks + room.short
+            if roomy == worth < len(piece) and (below := tier.wants(plan, piece[worth:])):
+                worth = roomy = core.eviction.for_slots(domain, roomy + below, waiting=waiting).blocks
+                tier.promise(plan, roomy - room.blocks)
         results[first + roomy : first + worth] = THROTTLED
         results[first + worth : end] = UNWANTED
         # Parents come before their children, so the blocks that are kept are of use without the others.
@@ -80,7 +85,7 @@ def _tell_chains(
 
 
 def _pieces(
-    core: CoreState, plan: GroupPlan, created: U8, chains: Sequence[SubmittedChain]
+    core: CoreState, tier: Tier, plan: GroupPlan, created: U8, chains: Sequence[SubmittedChain]
 ) -> Iterator[tuple[int, int, bool]]:
     """Where among the new blocks those of each prompt lie, and whether what comes before them is there. Only
     a table that ranks cares."""
@@ -95,10 +100,12 @@ def _pieces(
         )
         first_of_store += chain.blocks
         if first < end or not total:
-            yield first, end, chain.previous is None or _is_there(core, plan, chain.previous)
+            yield first, end, chain.previous is None or _is_there(core, tier, plan, chain.previous)
         first = end
 
 
-def _is_there(core: CoreState, plan: GroupPlan, hashes: npt.NDArray[np.uint8]) -> bool:
+def _is_there(core: CoreState, tier: Tier, plan: GroupPlan, hashes: npt.NDArray[np.uint8]) -> bool:
     _, states = core.blocks.table.lookup(plan.space, hashes)
-    return bool(states[0] in (BlockState.WRITING, BlockState.READY))
+    if states[0] in (BlockState.WRITING, BlockState.READY):
+        return True
+    return bool(tier.find(plan.space, hashes)[0] != NO_ENTRY)

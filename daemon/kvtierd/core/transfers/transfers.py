@@ -12,6 +12,7 @@ from kvtierd.core.state.core_state import NOTHING_UNDER_WAY, CoreState
 from kvtierd.core.state.entities import GroupPlan, Instance, TransferJob, TransferPart
 from kvtierd.core.state.transitions import Event, MappingState, TransferPartState
 from kvtierd.core.stimuli import CancelTransfers, Signals, SubmitLoad, SubmitStore
+from kvtierd.core.tier import Tier
 from kvtierd.core.transfers.checks import check_hashes
 from kvtierd.core.transfers.leases import Leases
 from kvtierd.core.transfers.making_room import (
@@ -41,10 +42,11 @@ VERIFY = int(BlockFlag.VERIFY)
 
 
 class Transfers:
-    def __init__(self, core: CoreState, leases: Leases) -> None:
+    def __init__(self, core: CoreState, leases: Leases, tier: Tier) -> None:
         self._core = core
         self._blocks = core.blocks
         self._leases = leases
+        self._tier = tier
 
     # --- stores ---
 
@@ -77,7 +79,7 @@ class Transfers:
             results = self._results(entries, created)
             new = entries[created == CREATED]
         core.retention.requested(new, entries[created == EXISTED], stimulus.retention)
-        room = make_room(core, plan, new, entries, created, stimulus.chains)
+        room = make_room(core, self._tier, plan, new, entries, created, stimulus.chains)
         accepted = None
         if room.results is not None:
             accepted = np.flatnonzero(created == CREATED)
