@@ -52,6 +52,7 @@ from kvtierd.core.stimuli import (
     DiskJobFinished,
     EndSession,
     PartFinished,
+    PoolPolicy,
     PublishPage,
     SlotsChecked,
     Stimulus,
@@ -145,24 +146,26 @@ class World:
         return pool
 
     def all_can_go(self) -> None:
-        """Nothing holds a block of the host for ever, whatever was said of who follows whom."""
-        table = self.machine.core.blocks.table
-        dump = table.dump()
-        free = (dump["states"] == BlockState.READY) & (dump["pins"] == 0)
-        for domain in self.machine.core.blocks.domains.by_id:
-            there = int(np.count_nonzero(free & (dump["domains"] == domain)))
-            assert len(table.victims(domain, there + 1)) == there, "blocks that are free can never go"
+        """Nothing holds a block of any tier for ever, whatever was said of who follows whom."""
+        core = self.machine.core
+        for blocks in (core.blocks, *(disk.blocks for disk in core.disks.all)):
+            dump = blocks.table.dump()
+            free = (dump["states"] == BlockState.READY) & (dump["pins"] == 0)
+            for domain in blocks.domains.by_id:
+                there = int(np.count_nonzero(free & (dump["domains"] == domain)))
+                found = len(blocks.table.victims(domain, there + 1))
+                assert found == there, "blocks that are free can never go"
 
-    def _table(self, capacity: int, geometry: PoolGeometry) -> Any:
+    def _table(self, capacity: int, geometry: PoolGeometry, *, ranks: bool = False) -> Any:
         pages = (geometry.first_extent_offset + geometry.capacity_bytes) // PAGE_BYTES
         if self.oracle:
             return OracleTable(capacity, pages)
-        return NativeTable(capacity, pages, 1, ranks=self.ranks, history_blocks=4 * capacity)
+        return NativeTable(capacity, pages, 1, ranks=ranks, history_blocks=4 * capacity)
 
     def _start(self) -> None:
         """A daemon starts on the pool as it is."""
         capacity = self.random.choice((64, 20, 14) if self.slabs else (64, 64, 14))
-        table = self._table(capacity, GEOMETRY)
+        table = self._table(capacity, GEOMETRY, ranks=self.ranks)
         self.verify = self.random.choice(list(Verify))
         self.machine = Machine(
             table,
@@ -177,6 +180,7 @@ class World:
             ],
             disk_policy=replace(DISK_POLICY, mode=self.random.choice(list(WriteMode))),
             randomness=np.random.default_rng(self.random.getrandbits(32)),
+            policy=PoolPolicy.REUSE if self.ranks else PoolPolicy.LRU,
         )
         self.machine.core.pages.entries_per_tick = self.random.choice((1, 5, 1 << 17))
         self.pages: dict[SpaceId, FakePage] = {}

@@ -87,7 +87,8 @@ class DiskJobs:
             inserted = shelf.insert(space, domain, np.ascontiguousarray(hashes[own]))
             entries[own], created[own] = inserted.entries, inserted.created == 1
         kept = np.flatnonzero(created)
-        shelf.table.same_as(entries[kept], host.table, host_entries[kept])
+        if shelf.ranks:
+            shelf.table.same_as(entries[kept], host.table, host_entries[kept])
         roomy = disk.eviction.for_slots(domain, len(kept)).blocks
         shelf.discard(domain, entries[kept[roomy:]], None)
         kept = kept[:roomy]

@@ -243,7 +243,7 @@ class Writing:
         self, disk: Disk, domain: Domain, entries: Entries, own: Indexes, *, head_first: bool
     ) -> Indexes:
         """Those of a disk's `own` blocks that it should have, rather than what would have to go for them."""
-        if not disk.blocks.ranks:
+        if not (disk.live and disk.blocks.ranks):
             return own
         if head_first:
             return own[: self._jobs.worth(disk, domain, entries[own])]
