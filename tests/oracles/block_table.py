@@ -6,7 +6,7 @@ Entry numbers are the same as the native table's too: the entry removed last is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 

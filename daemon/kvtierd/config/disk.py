@@ -48,6 +48,19 @@ class DiskConfig:
         "stored) or on-reuse (when it is found for the first time).",
         metavar="MODE",
     )
+    write_bytes_per_s: int = s.setting(
+        _DISKS.write_bytes_per_s,
+        s.size,
+        "At most so many bytes are written to each disk in a second, so that reads find room beside them. "
+        "0: any number.",
+    )
+    writes_per_day: float = s.setting(
+        _DISKS.writes_per_day,
+        s.times,
+        "How often each disk may be written from end to end in a day, to spare its flash; what is "
+        "beyond that does not reach it. 0: any number.",
+        metavar="NUMBER",
+    )
     threads: int = s.setting(2, partial(s.count, most=IO_THREADS_MAX), "Threads of each disk's worker.")
     queue_depth: int = s.setting(
         32, partial(s.count, most=1024), "Operations of each of these threads at once."
@@ -93,6 +106,8 @@ class DiskConfig:
     def to_core(self) -> CoreDisks:
         return CoreDisks(
             mode=WriteMode(self.write_mode),
+            write_bytes_per_s=self.write_bytes_per_s,
+            writes_per_day=self.writes_per_day,
             write_queue_bytes=self.write_queue_size,
             read_queue_bytes=self.read_queue_size,
             slow_deadline_s=self.slow_deadline_s,

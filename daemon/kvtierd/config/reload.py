@@ -15,6 +15,8 @@ LIVE = (
     "pool.policy",
     "integrity.sample_bytes_per_s",
     "disk.write_mode",
+    "disk.write_bytes_per_s",
+    "disk.writes_per_day",
     "disk.slow_deadline_s",
     "disk.errors_max",
     "disk.probe_after_s",

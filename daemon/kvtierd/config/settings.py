@@ -154,20 +154,29 @@ def count(raw: object, *, least: int = 1, most: int = 2**31 - 1) -> int:
 
 
 def seconds(raw: object, *, least: float = 0.001, most: float = 1e6) -> float:
-    try:
-        value = float(raw) if isinstance(raw, (str, int, float)) and not isinstance(raw, bool) else None
-    except (ValueError, OverflowError):
-        value = None
+    value = _number(raw)
     if value is None or not least <= value <= most:
         raise ValueError(f"write a number of seconds from {least:g} to {most:.15g}, without a unit")
     return value
 
 
-def fraction(raw: object) -> float:
+def times(raw: object, *, most: float = 1e3) -> float:
+    """Parses how often something may happen; it need not be a whole number."""
+    value = _number(raw)
+    if value is None or not 0 <= value <= most:
+        raise ValueError(f"write a number from 0 to {most:g}, e.g. 0.5")
+    return value
+
+
+def _number(raw: object) -> float | None:
     try:
-        value = float(raw) if isinstance(raw, (str, int, float)) and not isinstance(raw, bool) else None
+        return float(raw) if isinstance(raw, (str, int, float)) and not isinstance(raw, bool) else None
     except (ValueError, OverflowError):
-        value = None
+        return None
+
+
+def fraction(raw: object) -> float:
+    value = _number(raw)
     if value is None or not 0 < value <= 1:
         raise ValueError("write a number above 0 and up to 1, e.g. 0.25")
     return value

@@ -326,7 +326,7 @@ class Machine:
             ),
             counters=copy.copy(core.tally),
             draining=core.draining,
-            disks=tuple(disk.status(self._clock()) for disk in core.disks.all),
+            disks=tuple(disk.status(self._clock(), core.disks.policy) for disk in core.disks.all),
             tenants=tenants_status(core),
         )
 

@@ -213,6 +213,8 @@ class DiskStatus:
     sizes: tuple[SizeStatus, ...]
     jobs: int
     """Jobs that have not ended, including those of lost workers that have not exited."""
+    write_budget_bytes: int | None
+    """How many bytes may be written to it now; None for any number."""
     writing_bytes: int
     """Bytes that the jobs write."""
     reading_bytes: int

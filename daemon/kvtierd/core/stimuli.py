@@ -554,7 +554,7 @@ class WriteMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CoreDisks:
-    """The disk tier's policy; all numbers positive."""
+    """The disk tier's policy; numbers are positive where nothing else is said."""
 
     mode: WriteMode = WriteMode.BACK
     write_queue_bytes: int = 256 << 20
@@ -564,6 +564,10 @@ class CoreDisks:
     again."""
     job_bytes: int = 16 << 20
     """Bytes of one job; a job has at least one block, even if that is larger."""
+    write_bytes_per_s: int = 0
+    """Bytes written to each disk in a second, at most; 0: any number."""
+    writes_per_day: float = 0.0
+    """How often a disk may be written from end to end in a day; 0: any number."""
     clean_ahead_s: float = 10.0
     """With BACK, how long before its eviction a block is written, judged by how fast evictions are now."""
     slow_deadline_s: float = 10.0

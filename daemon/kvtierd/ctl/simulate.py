@@ -27,6 +27,11 @@ CAPACITIES = "0.5%,1%,2%,5%,10%,25%,50%,100%"
     "blocks, or in bytes.",
 )
 @click.option(
+    "--disk",
+    metavar="SIZE",
+    help="How much a disk below keeps besides, written as a capacity; hits are those of both together.",
+)
+@click.option(
     "--policy",
     default="lru,reuse,optimum",
     show_default=True,
@@ -58,6 +63,7 @@ CAPACITIES = "0.5%,1%,2%,5%,10%,25%,50%,100%"
 def simulate(
     trace: Path,
     capacity: str,
+    disk: str | None,
     policy: str,
     block_bytes: str | None,
     prefill_tokens_per_s: float | None,
@@ -71,13 +77,13 @@ def simulate(
     or not), or is an archive of numpy arrays (parent, leaf, intok, ts). It is replayed through the daemon's
     own core, with an engine that has no cache of its own. No daemon need run. Policies: lru and reuse are
     those of pool.policy; reuse learns how blocks come back. optimum knows the future and shows what is left
-    to win. fifo, arc and s3fifo are from books, to compare with: the daemon does not have them.
+    to win (with a disk, in both tiers together). fifo, arc and s3fifo are from books, to compare with: the daemon does not have them.
     """
     # Imported only here, because no other command needs the core.
     from rich.console import Console
 
     from kvtierd.ctl import simulation_plot
-    from kvtierd.ctl.simulation import capacities, page, policies, results_as_json, simulated
+    from kvtierd.ctl.simulation import blocks_of, capacities, page, policies, results_as_json, simulated
     from kvtierd.simulate.traces import TraceError, read
 
     interrupts.instead("kvtierctl: interrupted")
@@ -94,9 +100,12 @@ def simulate(
     bytes_of_block = None if block_bytes is None else _parsed("--block-bytes", settings.size, block_bytes)
     if bytes_of_block == 0:
         raise click.BadParameter("a block has at least one byte", param_hint="--block-bytes")
-    names = _parsed("--policy", policies, policy)
+    names = _parsed("--policy", lambda text: policies(text, with_disk=disk is not None), policy)
+    below = None
+    if disk is not None:
+        below = _parsed("--disk", lambda text: blocks_of(text, requests, bytes_of_block), disk)
     sizes = _parsed("--capacity", lambda text: capacities(text, requests, bytes_of_block), capacity)
-    results = simulated(requests, names, sizes, Console(stderr=True))
+    results = simulated(requests, names, sizes, Console(stderr=True), disk_blocks=below)
     try:
         if plot is not None:
             simulation_plot.draw(plot, requests, results)

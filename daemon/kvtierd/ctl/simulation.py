@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvtierd.config import settings
 from kvtierd.ctl.text import count
-from kvtierd.simulate.results import POLICIES, HitRates, hit_rates
+from kvtierd.simulate.results import POLICIES, WITH_DISK, HitRates, hit_rates
 from kvtierd.simulate.traces import Trace
 
 Results = dict[str, dict[str, HitRates]]
@@ -20,13 +20,15 @@ TEXT_COLUMNS = 2
 """Of a table of results, the first ones; the others have numbers."""
 
 
-def policies(text: str) -> tuple[str, ...]:
+def policies(text: str, *, with_disk: bool = False) -> tuple[str, ...]:
     """Reads names separated by commas. Raises ValueError."""
+    known = WITH_DISK if with_disk else tuple(POLICIES)
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in POLICIES]
+    unknown = [name for name in names if name not in known]
     if unknown or not names:
         wrong = ", ".join(unknown) if unknown else repr(text)
-        raise ValueError(f"there is no policy {wrong}: write some of {', '.join(POLICIES)}")
+        below = " with a disk below" if with_disk else ""
+        raise ValueError(f"there is no policy {wrong}{below}: write some of {', '.join(known)}")
     return names
 
 
@@ -35,13 +37,18 @@ def capacities(text: str, trace: Trace, block_bytes: int | None) -> dict[str, in
     number of blocks, or in bytes. Returns blocks by what was written. Raises ValueError."""
     found: dict[str, int] = {}
     for written in filter(None, (part.strip() for part in text.split(","))):
-        blocks = _blocks(written, trace, block_bytes)
-        if blocks < 1:
-            raise ValueError(f"{written} of {count(trace.blocks, 'block')} is less than one block")
-        found[written] = blocks
+        found[written] = blocks_of(written, trace, block_bytes)
     if not found:
         raise ValueError("write sizes such as 1%, 20000 (blocks) or 64GiB")
     return found
+
+
+def blocks_of(written: str, trace: Trace, block_bytes: int | None) -> int:
+    """Reads one such size. Raises ValueError."""
+    blocks = _blocks(written.strip(), trace, block_bytes)
+    if blocks < 1:
+        raise ValueError(f"{written} of {count(trace.blocks, 'block')} is less than one block")
+    return blocks
 
 
 def _blocks(written: str, trace: Trace, block_bytes: int | None) -> int:
@@ -61,8 +68,16 @@ def _blocks(written: str, trace: Trace, block_bytes: int | None) -> int:
     return size // block_bytes
 
 
-def simulated(trace: Trace, names: Sequence[str], sizes: dict[str, int], progress_on: Console) -> Results:
-    """Replays the trace with each policy and size, and shows how far it is."""
+def simulated(
+    trace: Trace,
+    names: Sequence[str],
+    sizes: dict[str, int],
+    progress_on: Console,
+    *,
+    disk_blocks: int | None = None,
+) -> Results:
+    """Replays the trace with each policy and size, above a disk if `disk_blocks` is not None, and shows how
+    far it is."""
     paths = list(trace.paths())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found: Results = {name: {} for name in names}
@@ -76,6 +91,7 @@ def simulated(trace: Trace, names: Sequence[str], sizes: dict[str, int], progres
                     name,
                     blocks,
                     lambda done, bar=bar: bars.advance(bar, done),  # type: ignore[misc]
+                    disk_blocks=disk_blocks,
                 )
                 bars.remove_task(bar)
     return found
@@ -87,18 +103,22 @@ def results_as_json(trace: Trace, results: Results, prefill_tokens_per_s: float 
     about |= {"block_tokens": trace.block_tokens, "tokens": int(trace.tokens.sum())}
     found: dict[str, Any] = {"trace": about}
     for name, by_size in results.items():
-        found[name] = {written: asdict(each) for written, each in by_size.items()}
+        found[name] = {written: _without_none(asdict(each)) for written, each in by_size.items()}
         if prefill_tokens_per_s is not None:
             for written, each in by_size.items():
                 found[name][written]["prefill_saved_s"] = each.hit_tokens / prefill_tokens_per_s
     return found
 
 
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def page(trace: Trace, results: Results, prefill_tokens_per_s: float | None) -> Table:
     """For people: a row for each policy and size."""
     table = Table(box=None, header_style="bold", title_justify="left", title_style="")
     table.title = f"{trace.name}: {about(trace)}"
-    for number, name in enumerate(heads(prefill_tokens_per_s)):
+    for number, name in enumerate(heads(results, prefill_tokens_per_s)):
         table.add_column(name, justify="left" if number < TEXT_COLUMNS else "right")
     for row in rows(results, prefill_tokens_per_s):
         table.add_row(*row)
@@ -114,9 +134,11 @@ def about(trace: Trace) -> str:
     )
 
 
-def heads(prefill_tokens_per_s: float | None) -> list[str]:
+def heads(results: Results, prefill_tokens_per_s: float | None) -> list[str]:
     """The heads of the columns of `rows`."""
     names = ["policy", "capacity", "blocks", "tokens hit", "blocks hit", "blocks stored"]
+    if any(each.disk_blocks is not None for by_size in results.values() for each in by_size.values()):
+        names += ["on disk", "written to disk"]
     return names if prefill_tokens_per_s is None else [*names, "prefill saved"]
 
 
@@ -134,5 +156,8 @@ def _cells(name: str, written: str, each: HitRates, prefill_tokens_per_s: float 
     yield f"{each.prefix_token_hit_rate:.2%}"
     yield f"{each.block_hit_rate:.2%}"
     yield f"{each.inserts:,}"
+    if each.disk_blocks is not None:
+        yield f"{each.disk_blocks:,}"
+        yield "" if each.disk_writes is None else f"{each.disk_writes:,}"
     if prefill_tokens_per_s is not None:
         yield f"{each.hit_tokens / prefill_tokens_per_s:,.0f} s"

@@ -95,7 +95,7 @@ def _page(trace: Trace, results: Results, picture: str, rate: float | None) -> s
         name=html.escape(trace.name),
         about=html.escape(about(trace)),
         picture=picture[picture.index("<svg") :],
-        head=_row("th", heads(rate)),
+        head=_row("th", heads(results, rate)),
         rows="\n".join(_row("td", row) for row in rows(results, rate)),
         policies=policies,
     )

@@ -471,6 +471,13 @@ DECLARED = (
         labels=("disk", "direction"),
     ),
     _gauge(
+        "kvtier_disk_write_budget_bytes",
+        "Bytes that may be written to a disk now, by disk.write_bytes_per_s and disk.writes_per_day; absent "
+        "without them.",
+        "At 0 for long: what memory has no room for is lost, because the disk is to be spared.",
+        labels=("disk",),
+    ),
+    _gauge(
         "kvtier_disk_bytes_per_second",
         "Speed of a disk as measured lately; 0 if it has not been measured yet.",
         "A disk that gets slower.",

@@ -210,6 +210,8 @@ def _disks(sheet: Sheet, snapshot: Snapshot) -> None:
         sheet.set("kvtier_disk_bytes", disk.capacity_bytes - core.used_bytes, path, "free")
         sheet.set("kvtier_disk_queued_bytes", core.writing_bytes, path, "write")
         sheet.set("kvtier_disk_queued_bytes", core.reading_bytes, path, "read")
+        if core.write_budget_bytes is not None:
+            sheet.set("kvtier_disk_write_budget_bytes", core.write_budget_bytes, path)
         sheet.set("kvtier_disk_bytes_per_second", core.write_bytes_per_s, path, "write")
         sheet.set("kvtier_disk_bytes_per_second", core.read_bytes_per_s, path, "read")
         sheet.set("kvtier_disk_scrub_blocks", core.scrub_blocks, path, "all")

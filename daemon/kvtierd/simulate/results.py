@@ -21,6 +21,8 @@ POLICIES = {
     "s3fifo": "S3-FIFO, of blocks by themselves",
     OPTIMUM: "the most that any policy could hit, which knows the future",
 }
+WITH_DISK = (LRU, REUSE, OPTIMUM)
+"""The others know one tier only."""
 TELL_EVERY = 64
 """Requests between two calls of `progress`."""
 
@@ -36,7 +38,11 @@ class HitRates:
     """The same for blocks."""
     hit_tokens: int
     inserts: int
-    """Blocks that were stored."""
+    """Blocks that were stored in memory."""
+    disk_blocks: int | None = None
+    """How many the disk keeps; None without one. Hits are those of memory and disk together."""
+    disk_writes: int | None = None
+    """Blocks that were written to the disk."""
 
 
 Progress = Callable[[int], None]
@@ -44,20 +50,31 @@ Progress = Callable[[int], None]
 
 
 def hit_rates(
-    trace: Trace, paths: Sequence[I64], policy: str, capacity_blocks: int, progress: Progress
+    trace: Trace,
+    paths: Sequence[I64],
+    policy: str,
+    capacity_blocks: int,
+    progress: Progress,
+    *,
+    disk_blocks: int | None = None,
 ) -> HitRates:
-    """Replays a trace, whose paths these are, on an empty cache that keeps at least one block."""
+    """Replays a trace, whose paths these are, on an empty cache that keeps at least one block, above an empty
+    disk that keeps `disk_blocks`, if not None: then the policy is one of WITH_DISK."""
+    assert disk_blocks is None or policy in WITH_DISK
+    writes = None
     if policy == OPTIMUM:
-        found, inserts = optimum.hits(paths, trace.blocks, capacity_blocks)
+        # With a disk: the most that so many different blocks could hit, in whatever tier.
+        found, inserts = optimum.hits(paths, trace.blocks, capacity_blocks + (disk_blocks or 0))
         progress(trace.requests)
     elif policy in CLASSIC:
         classical = CLASSIC[policy](capacity_blocks)
         found, inserts = classic.hits(paths, classical), classical.inserts
         progress(trace.requests)
     else:
-        host = SimulatedHost(capacity_blocks, ranks=policy == REUSE)
+        host = SimulatedHost(capacity_blocks, disk_blocks=disk_blocks or 0, ranks=policy == REUSE)
         found = list(_replayed(host, trace, paths, progress))
         inserts = host.inserts
+        writes = None if disk_blocks is None else host.disk_writes
     hit_tokens = sum(
         trace.hit_tokens(number, blocks, len(path))
         for number, (blocks, path) in enumerate(zip(found, paths, strict=True))
@@ -68,6 +85,8 @@ def hit_rates(
         sum(found) / sum(map(len, paths)),
         hit_tokens,
         inserts,
+        disk_blocks,
+        writes,
     )
 
 

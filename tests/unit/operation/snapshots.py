@@ -36,6 +36,7 @@ def disk_status(number: int, state: str) -> DiskStatus:
         extents_free=48,
         sizes=(),
         jobs=9,
+        write_budget_bytes=96 << 10,
         writing_bytes=84 << 10,
         reading_bytes=85 << 10,
         read_bytes_per_s=2e9,

@@ -110,7 +110,7 @@ class DiskTier:
         if disk is not None:
             for job in self._jobs.exited(disk, worker):
                 self._scrubs.ended(disk, job, looked_at=False)
-                self._writing.give_back(job)
+                self._writing.give_back(disk, job)
 
     def _of(self, worker: WorkerRecord) -> Disk | None:
         """The disk that a worker serves."""

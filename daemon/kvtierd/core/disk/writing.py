@@ -113,8 +113,8 @@ class Writing:
         hashes = self._host.table.hashes(entries[:wanted])
         for disk, own in self._disks.by_disk(hashes):
             worth = 0
-            if disk.live and self._takes(disk, domain):
-                worth = self._jobs.worth(disk, domain, entries[own])
+            if self._takes(disk, domain) and (may := self._may_write(disk, domain)):
+                worth = min(may, self._jobs.worth(disk, domain, entries[own]))
             if worth < len(own):
                 wanted = min(wanted, int(own[worth]))
         return wanted
@@ -142,7 +142,7 @@ class Writing:
     def job_ended(self, disk: Disk, job: DiskJob) -> None:
         """A job is over, so there may be room for more. Blocks that failed are left to the next tick, because
         writing them now would fail again, as fast as a worker can."""
-        self.give_back(job)
+        self.give_back(disk, job)
         if (
             self._hungry
             and job.good
@@ -150,11 +150,13 @@ class Writing:
         ):
             self._write_ahead()
 
-    def give_back(self, job: DiskJob) -> None:
+    def give_back(self, disk: Disk, job: DiskJob) -> None:
         """A job is over: blocks of it that were not written cost no credit."""
         if job.kind is DiskJobKind.WRITE:
             self._promised_bytes = max(0, self._promised_bytes - job.bytes)
-            self._credit_bytes += (len(job.entries) - job.good) * job.domain.block_bytes
+            not_written = (len(job.entries) - job.good) * job.domain.block_bytes
+            self._credit_bytes += not_written
+            disk.budget.spend(-not_written)
 
     def _follow(self, domain: Domain, stored: int) -> None:
         """Writes ahead without waiting for a tick. Until the next tick, as many blocks may come as a small
@@ -223,9 +225,7 @@ class Writing:
             if not self._takes(disk, domain):
                 continue
             own = self._worth(disk, domain, entries, own, head_first=head_first)
-            may = self._jobs.may_write(disk) // domain.block_bytes
-            if may == 0 and disk.live and not disk.counts[DiskJobKind.WRITE]:
-                may = 1  # a block that is larger than the queue
+            may = self._may_write(disk, domain)
             if may < len(own):
                 everything = False
                 self._hungry |= disk.live
@@ -237,7 +237,19 @@ class Writing:
                     disk, domain, some if head_first else np.ascontiguousarray(some[::-1])
                 )
                 self._credit_bytes -= written * domain.block_bytes
+                disk.budget.spend(written * domain.block_bytes)
         return everything
+
+    def _may_write(self, disk: Disk, domain: Domain) -> int:
+        """How many more blocks of a domain may be on their way to a disk. A block that is larger than the
+        queue, or than what is left to be written, goes by itself."""
+        left = disk.budget.bytes_left(self._core.disks.policy, self._core.now_s)
+        if left == 0:
+            return 0
+        most = self._jobs.may_write(disk)
+        may = (most if left is None else min(most, left)) // domain.block_bytes
+        alone = disk.live and not disk.counts[DiskJobKind.WRITE]
+        return max(may, 1) if alone else may
 
     def _worth(
         self, disk: Disk, domain: Domain, entries: Entries, own: Indexes, *, head_first: bool

@@ -22,6 +22,7 @@ from kvtierd.core.blocks.recovery import recover
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import U32, BlockFlag, BlockTable
 from kvtierd.core.blocks.tenants import Tenants
+from kvtierd.core.disk.write_budget import WriteBudget
 from kvtierd.core.ids import NO_ENTRY, DiskId, DiskJobId, Entries, Hashes, SpaceId
 from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.rates import Rate
@@ -70,6 +71,7 @@ class Disk(Entity):
     blocks: Blocks
     eviction: Eviction
     tally: DiskTally
+    budget: WriteBudget
     worker: WorkerRecord | None = None
     """The worker that lives, if any."""
     why: str = ""
@@ -118,7 +120,7 @@ class Disk(Entity):
         found[there] = entries[there]
         return found
 
-    def status(self, now_s: float) -> DiskStatus:
+    def status(self, now_s: float, policy: CoreDisks) -> DiskStatus:
         slots, scrub = self.blocks.slots, self.scrub
         sizes = self.blocks.sizes()
         return DiskStatus(
@@ -133,6 +135,7 @@ class Disk(Entity):
             extents_free=slots.extents_free,
             sizes=sizes,
             jobs=len(self.jobs),
+            write_budget_bytes=self.budget.bytes_left(policy, now_s),
             writing_bytes=self.bytes[DiskJobKind.WRITE],
             reading_bytes=self.bytes[DiskJobKind.READ],
             read_bytes_per_s=self.rates[DiskJobKind.READ].bytes_per_s(now_s),
@@ -346,4 +349,10 @@ def _still_late(disk: Disk, seen: BlockSnapshot) -> Entries:
 
 def _disk(number: DiskId, table: BlockTable, geometry: PoolGeometry, host: Blocks, tenants: Tenants) -> Disk:
     blocks, tally = Blocks(table, geometry, host.integrity, disk=number, host=host), DiskTally()
-    return Disk(disk=number, blocks=blocks, eviction=Eviction(blocks, tally, tenants), tally=tally)
+    return Disk(
+        disk=number,
+        blocks=blocks,
+        eviction=Eviction(blocks, tally, tenants),
+        tally=tally,
+        budget=WriteBudget(geometry.capacity_bytes),
+    )
