@@ -1,5 +1,5 @@
-"""A host that goes by reuse, above a disk: what the host has no use for goes through it to the disk, which goes
-by what the host has learnt."""
+"""A host that goes by reuse, above a disk: what the host has no use for goes through it to the disk, which
+goes by what the host has learnt."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ ACCEPTED, UNWANTED = 0, 4
 
 
 def requested(host: DiskHost, one: Instance, first: int, blocks: int = 8) -> list[int]:
-    """One prompt that is asked for and stored; what the disk is given to write, it writes. Returns what became
-    of its blocks."""
+    """One prompt that is asked for and stored; what the disk is given to write, it writes. Returns what
+    became of its blocks."""
     numbers = range(first, first + blocks)
     one.lookup(*numbers)
     running = one.store(*numbers, chains=(SubmittedChain(blocks),))
     running.finish()
     host.disk.finish_all()
-    return running.results
+    results: list[int] = running.results
+    return results
 
 
 def taught(mode: WriteMode = WriteMode.BACK, turns: int = 200) -> tuple[DiskHost, Instance]:
