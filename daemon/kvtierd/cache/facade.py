@@ -24,6 +24,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import DiskId, Epoch, Hashes, SessionId, SpaceId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus
+from kvtierd.core.state.entities import GroupPlan
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.tiers.disk.image import WRITER
@@ -370,6 +371,10 @@ class Cache:
         if self.poisoned.is_set():
             raise _stopping()
         return self._machine.space_of(namespace, group, tenant)
+
+    def plan_of(self, session: SessionId, group: int) -> GroupPlan:
+        """Where blocks of one group of a scheduler's instance live; it is only to be read. Raises Refusal."""
+        return self._machine.plan_of(session, group)
 
     def find(self, space: SpaceId, hashes: Hashes) -> U8:
         """Where the block of each hash can be read now: NOWHERE, ON_HOST or ON_DISK. Holds, promotes and

@@ -249,6 +249,11 @@ class Machine:
         plan, pages = self._indexed(session, group), self.core.pages
         return plan.space, None if plan.space in pages else pages.blocks_max(plan)
 
+    def plan_of(self, session: SessionId, group: int) -> GroupPlan:
+        """Where the blocks of one group of a scheduler's instance live. Raises Refusal ROLE,
+        INSTANCE_INCOMPLETE or UNKNOWN_GROUP."""
+        return self._indexed(session, group)
+
     def explain(
         self, key: bytes, namespace: str = "", group: int | None = None, tenant: str | None = None
     ) -> Explained:

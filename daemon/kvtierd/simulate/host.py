@@ -2,6 +2,7 @@
 is given at once."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +110,14 @@ class SimulatedHost:
 
     def request(self, hashes: Hashes) -> int:
         """One prompt, of these blocks. Returns how many of its first blocks were there."""
+        found = self.lookup(hashes)
+        # With what is there already. Where recency decides, the beginning of a prompt is to be the most
+        # recent of it; else nothing is stored whose beginning is not there.
+        self.store(hashes)
+        return found
+
+    def lookup(self, hashes: Hashes) -> int:
+        """Asks for a prompt, of these blocks. Returns how many of its first blocks were there."""
         found = 0
         for first in range(0, len(hashes), self._limits.lookup_hashes_max):
             part = hashes[first : first + self._limits.lookup_hashes_max]
@@ -117,20 +126,30 @@ class SimulatedHost:
             found += reply.groups[0].hits
             if reply.groups[0].hits < len(part):
                 break
-        most = self._limits.transfer_blocks_max
-        firsts = range(0, len(hashes), most)
-        # With what is there already. Where recency decides, the beginning of a prompt is to be the most
-        # recent of it; else nothing is stored whose beginning is not there.
-        for first in firsts if self._ranks else reversed(firsts):
-            self._store(hashes[first : first + most], hashes[first - 1 : first] if first else None)
         return found
 
-    def _store(self, hashes: Hashes, previous: Hashes | None) -> None:
+    def store(self, hashes: Hashes, previous: Hashes | None = None) -> None:
+        """Stores blocks that follow each other, and the block `previous` if there is one."""
+        most = self._limits.transfer_blocks_max
+        firsts = range(0, len(hashes), most)
+        for first in firsts if self._ranks else reversed(firsts):
+            before = hashes[first - 1 : first] if first else previous
+            self.store_together([(hashes[first : first + most], before)])
+
+    def store_together(self, chains: Sequence[tuple[Hashes, Hashes | None]]) -> None:
+        """Stores several such chains at once, each with the block before it; together, they have no more
+        blocks than a store may have."""
         number = next(self._tickets)
         signals = Signals(Ticket(number), number % PART_WORDS, gated=False)
+        hashes = np.concatenate([blocks for blocks, _ in chains]) if len(chains) > 1 else chains[0][0]
         block_ids = np.arange(len(hashes), dtype=np.uint32)
-        chains = (SubmittedChain(len(hashes), previous),)
-        self._do(SubmitStore(self._session, self._epoch, signals, 0, hashes, block_ids, chains=chains))
+        told = tuple(SubmittedChain(len(blocks), previous) for blocks, previous in chains)
+        self._do(SubmitStore(self._session, self._epoch, signals, 0, hashes, block_ids, chains=told))
+
+    @property
+    def store_blocks_max(self) -> int:
+        """As many blocks as one store may have."""
+        return self._limits.transfer_blocks_max
 
     def _do(self, stimulus: Stimulus) -> Reply:
         """Handles it, and whatever the worker says to it."""

@@ -1,0 +1,160 @@
+"""What one recording keeps of lookups and stores until it is sent. Engines never wait for it: what finds no
+room is dropped and counted."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kvtier.v1 import admin_pb2
+
+from kvtierd.core.actions import LookupReply
+from kvtierd.core.errors import Refusal
+from kvtierd.core.ids import HASH_BYTES_MAX, Hashes, SessionId, SpaceId
+from kvtierd.core.state.entities import GroupPlan
+from kvtierd.core.stimuli import LookupBlocks, SubmitStore
+
+KEPT_BYTES_MAX = 8 << 20
+"""What may wait to be sent."""
+EVENT_BYTES = 256
+"""About what an event takes besides its hashes."""
+BATCH_BYTES_MAX = 512 << 10
+"""An event that alone has more is sent by itself. While a message is made, nobody else is served."""
+SESSIONS_MAX = 4_096
+"""Groups of sessions whose places are known without asking the core."""
+LOOKUP, STORE = admin_pb2.RECORDED_KIND_LOOKUP, admin_pb2.RECORDED_KIND_STORE
+STORE_BEHIND, STORE_LOOSE = admin_pb2.RECORDED_KIND_STORE_BEHIND, admin_pb2.RECORDED_KIND_STORE_LOOSE
+
+
+class _Event(NamedTuple):
+    kind: int
+    time_us: int
+    place: int
+    hash_count: int
+    hits: int
+    part: int
+    hashes: tuple[Hashes, ...]
+
+
+class Recording:
+    """Events from when it is made."""
+
+    def __init__(
+        self,
+        plan_of: Callable[[SessionId, int], GroupPlan],
+        clock: Callable[[], float] = time.monotonic,
+        kept_bytes_max: int = KEPT_BYTES_MAX,
+    ) -> None:
+        """`plan_of` gives one group of a session, or raises Refusal."""
+        self._plan_of = plan_of
+        self._clock = clock
+        self._began_s = clock()
+        self._kept_bytes_max = kept_bytes_max
+        self._kept_bytes = 0
+        self._events: deque[_Event] = deque()
+        self._dropped_events = self._dropped_blocks = 0
+        self._place_of: dict[tuple[SessionId, int], int] = {}
+        self._places: dict[SpaceId, int] = {}
+        self._tenants: dict[int, int] = {}
+        self._new_places: list[admin_pb2.RecordedPlace] = []
+
+    def lookup(self, stimulus: LookupBlocks, reply: LookupReply) -> None:
+        """A lookup was answered. It counts unless it asks again, or for blocks by themselves."""
+        if stimulus.again:
+            return
+        for query, found in zip(stimulus.queries, reply.groups, strict=True):
+            if not query.exact and not query.window_blocks and len(query.hashes):
+                hits, groups = found.hits, len(stimulus.queries)
+                self._add(LOOKUP, stimulus.session, query.group, hits, groups, (query.hashes,))
+
+    def store(self, stimulus: SubmitStore) -> None:
+        """A store was accepted, perhaps not of all its blocks."""
+        session, group, hashes = stimulus.session, stimulus.group, stimulus.hashes
+        if not stimulus.chains and len(hashes):
+            self._add(STORE_LOOSE, session, group, 0, 0, (hashes,))
+        first = 0
+        for part, chain in enumerate(stimulus.chains):
+            blocks = hashes[first : first + chain.blocks]
+            first += chain.blocks
+            if chain.previous is None:
+                self._add(STORE, session, group, 0, part, (blocks,))
+            else:
+                self._add(STORE_BEHIND, session, group, 0, part, (chain.previous, blocks))
+
+    def _add(
+        self,
+        kind: int,
+        session: SessionId,
+        group: int,
+        hits: int,
+        part: int,
+        hashes: tuple[Hashes, ...],
+    ) -> None:
+        count = sum(map(len, hashes))
+        size_bytes = EVENT_BYTES + HASH_BYTES_MAX * count
+        if self._kept_bytes + size_bytes > self._kept_bytes_max:
+            self._dropped_events += 1
+            self._dropped_blocks += count
+            return
+        place = self._place_of.get((session, group)) or self._place(session, group)
+        if not place:
+            return
+        self._kept_bytes += size_bytes
+        time_us = int((self._clock() - self._began_s) * 1e6)
+        self._events.append(_Event(kind, time_us, place, count, hits, part, hashes))
+
+    def _place(self, session: SessionId, group: int) -> int:
+        """The number of a session's group; 0 if its ranks are not complete, so that nothing is there yet."""
+        try:
+            plan = self._plan_of(session, group)
+        except Refusal:
+            return 0
+        number = self._places.get(plan.space)
+        if number is None:
+            number = self._places[plan.space] = len(self._places) + 1
+            self._new_places.append(
+                admin_pb2.RecordedPlace(
+                    number=number,
+                    tenant=self._tenants.setdefault(plan.domain.tenant, len(self._tenants) + 1),
+                    group=group,
+                    block_tokens=plan.block_tokens,
+                    block_bytes=plan.domain.block_bytes,
+                )
+            )
+        if len(self._place_of) >= SESSIONS_MAX:
+            self._place_of.clear()
+        self._place_of[session, group] = number
+        return number
+
+    def batches(self) -> Iterator[admin_pb2.RecordBatch]:
+        """What is there now, in as few messages as there should be; one at least."""
+        left = len(self._events)
+        while True:
+            taken: list[_Event] = []
+            size_bytes = 0
+            while left and size_bytes < BATCH_BYTES_MAX:
+                taken.append(event := self._events.popleft())
+                size_bytes += EVENT_BYTES + HASH_BYTES_MAX * event.hash_count
+                left -= 1
+            self._kept_bytes -= size_bytes
+            yield self._batch(taken)
+            if not left:
+                return
+
+    def _batch(self, events: list[_Event]) -> admin_pb2.RecordBatch:
+        kinds, times_us, places, counts, hits, parts, hashes = (
+            zip(*events, strict=True) if events else [()] * 7
+        )
+        places_new, self._new_places = self._new_places, []
+        return admin_pb2.RecordBatch(
+            places=places_new,
+            kinds=kinds,
+            times_us=times_us,
+            place_of=places,
+            hash_count=counts,
+            hits=hits,
+            parts=parts,
+            hashes=b"".join([each for several in hashes for each in several]),
+            dropped_events=self._dropped_events,
+            dropped_blocks=self._dropped_blocks,
+        )
