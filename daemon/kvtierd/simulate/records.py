@@ -297,7 +297,7 @@ class _Tree:
     def notes(self) -> Iterator[str]:
         if self._conflicts:
             yield (
-                f"{self._conflicts:,} times a block came behind another one than before: this engine's hashes "
+                f"{self._conflicts:,} times a block came behind another one than before: the engine's hashes "
                 "do not stand for whole prefixes, and the hits may differ from the daemon's"
             )
         if self._inside:
@@ -318,6 +318,7 @@ class _Tree:
             path.append(current)
             waiting.add(current)
             current = self._before.get(current)
+        self._conflicts += current in waiting  # blocks that follow each other in a circle
         above = self._number_of.get(current, NO_PARENT) if current is not None else NO_PARENT
         for each in reversed(path):
             self._number_of[each] = len(self.parent)

@@ -87,7 +87,7 @@ def replayed(host: SimulatedHost, trace: Trace, paths: Sequence[I64], progress: 
             found = host.lookup(hashes)
             there = int(trace.live.hits[number])
             if found < there:  # the engine has loaded these, and would have computed and stored them
-                host.store(hashes[found:there], hashes[found - 1 : found] if found else None)
+                host.store(hashes[:there])
             yield found
             _store_after(host, trace, number)
         if (number + 1) % TELL_EVERY == 0:

@@ -1,5 +1,5 @@
-"""An engine without a cache of its own, with one request after another: those of a published trace where it is
-at hand, else made up."""
+"""An engine without a cache of its own, with one request after another: those of a published trace where it
+is at hand, else made up."""
 
 from __future__ import annotations
 
