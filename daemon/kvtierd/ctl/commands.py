@@ -474,7 +474,7 @@ def record_events(
             click.echo(f"\r{line}\x1b[K", err=True, nl=False)
 
     with _admin(path, 2 * TIMEOUT_S) as admin:
-        stop = interrupts.Noted(signal.SIGINT, signal.SIGTERM, patience=1)
+        stop = interrupts.Noted(signal.SIGINT, signal.SIGTERM, patience=2)
         call = admin.Record(admin_pb2.RecordRequest(), wait_for_ready=False)
         next(call)  # it has begun, or this raises
         try:

@@ -5,6 +5,7 @@ nowhere, so that nobody who guesses a prompt can find it in a recording.
 """
 
 import hashlib
+import math
 import os
 import queue
 import re
@@ -42,6 +43,8 @@ DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
 BATCHES_MAX = 16
 """That wait here; what the daemon cannot send meanwhile, it keeps or drops."""
 POLL_S = 0.2
+LAST_S = 1.2
+"""The daemon keeps what happens for a second before it sends it; so long, the last of it is waited for."""
 _UNITS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400}
 
 
@@ -271,6 +274,7 @@ def record(
     """Writes what comes until the time is up, the stream ends, or `stopped()`. Calls `tell` with a line about
     every second. Raises OSError."""
     began_s = told_s = file_s = time.monotonic()
+    end_s = math.inf if period_s is None else began_s + period_s + LAST_S
     try:
         for batch in stream.batches():
             if batch is not None:
@@ -282,7 +286,9 @@ def record(
             if now_s - told_s >= 1.0:
                 told_s = now_s
                 tell(writer.told())
-            if stopped() or (period_s is not None and now_s - began_s >= period_s):
+            if stopped():
+                end_s = min(end_s, now_s + LAST_S)
+            if now_s >= end_s:
                 return
     finally:
         stream.close()

@@ -4,8 +4,9 @@ room is dropped and counted."""
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Final
 
+import numpy as np
 from kvtier.v1 import admin_pb2
 
 from kvtierd.core.actions import LookupReply
@@ -18,7 +19,7 @@ KEPT_BYTES_MAX = 8 << 20
 """What may wait to be sent."""
 EVENT_BYTES = 256
 """About what an event takes besides its hashes."""
-BATCH_BYTES_MAX = 512 << 10
+BATCH_BYTES_MAX = 256 << 10
 """An event that alone has more is sent by itself. While a message is made, nobody else is served."""
 SESSIONS_MAX = 4_096
 """Groups of sessions whose places are known without asking the core."""
@@ -26,14 +27,11 @@ LOOKUP, STORE = admin_pb2.RECORDED_KIND_LOOKUP, admin_pb2.RECORDED_KIND_STORE
 STORE_BEHIND, STORE_LOOSE = admin_pb2.RECORDED_KIND_STORE_BEHIND, admin_pb2.RECORDED_KIND_STORE_LOOSE
 
 
-class _Event(NamedTuple):
-    kind: int
-    time_us: int
-    place: int
-    hash_count: int
-    hits: int
-    part: int
-    hashes: tuple[Hashes, ...]
+_Event = tuple[int, float, int, int, int, int, Hashes]
+"""Kind, when, place, number of hashes, hits, part, hashes: what RecordBatch has columns of."""
+COLUMNS = 7
+COUNT: Final = 3
+"""Where the number of hashes is in an event."""
 
 
 class Recording:
@@ -62,46 +60,39 @@ class Recording:
         """A lookup was answered. It counts unless it asks again, or for blocks by themselves."""
         if stimulus.again:
             return
-        for query, found in zip(stimulus.queries, reply.groups, strict=True):
-            if not query.exact and not query.window_blocks and len(query.hashes):
-                hits, groups = found.hits, len(stimulus.queries)
-                self._add(LOOKUP, stimulus.session, query.group, hits, groups, (query.hashes,))
+        queries = stimulus.queries
+        for query, found in zip(queries, reply.groups, strict=True):
+            hashes = query.hashes
+            if not (query.exact or query.window_blocks) and (count := len(hashes)):
+                self._add(LOOKUP, stimulus.session, query.group, count, found.hits, len(queries), hashes)
 
     def store(self, stimulus: SubmitStore) -> None:
         """A store was accepted, perhaps not of all its blocks."""
         session, group, hashes = stimulus.session, stimulus.group, stimulus.hashes
         if not stimulus.chains and len(hashes):
-            self._add(STORE_LOOSE, session, group, 0, 0, (hashes,))
+            self._add(STORE_LOOSE, session, group, len(hashes), 0, 0, hashes)
         first = 0
         for part, chain in enumerate(stimulus.chains):
             blocks = hashes[first : first + chain.blocks]
             first += chain.blocks
             if chain.previous is None:
-                self._add(STORE, session, group, 0, part, (blocks,))
+                self._add(STORE, session, group, len(blocks), 0, part, blocks)
             else:
-                self._add(STORE_BEHIND, session, group, 0, part, (chain.previous, blocks))
+                blocks = np.concatenate((chain.previous, blocks))
+                self._add(STORE_BEHIND, session, group, len(blocks), 0, part, blocks)
 
     def _add(
-        self,
-        kind: int,
-        session: SessionId,
-        group: int,
-        hits: int,
-        part: int,
-        hashes: tuple[Hashes, ...],
+        self, kind: int, session: SessionId, group: int, count: int, hits: int, part: int, hashes: Hashes
     ) -> None:
-        count = sum(map(len, hashes))
-        size_bytes = EVENT_BYTES + HASH_BYTES_MAX * count
-        if self._kept_bytes + size_bytes > self._kept_bytes_max:
+        kept_bytes = self._kept_bytes + EVENT_BYTES + HASH_BYTES_MAX * count
+        if kept_bytes > self._kept_bytes_max:
             self._dropped_events += 1
             self._dropped_blocks += count
             return
         place = self._place_of.get((session, group)) or self._place(session, group)
-        if not place:
-            return
-        self._kept_bytes += size_bytes
-        time_us = int((self._clock() - self._began_s) * 1e6)
-        self._events.append(_Event(kind, time_us, place, count, hits, part, hashes))
+        if place:
+            self._kept_bytes = kept_bytes
+            self._events.append((kind, self._clock(), place, count, hits, part, hashes))
 
     def _place(self, session: SessionId, group: int) -> int:
         """The number of a session's group; 0 if its ranks are not complete, so that nothing is there yet."""
@@ -126,6 +117,11 @@ class Recording:
         self._place_of[session, group] = number
         return number
 
+    @property
+    def waits_for_sending(self) -> bool:
+        """Whether there is enough for a message."""
+        return self._kept_bytes >= BATCH_BYTES_MAX
+
     def batches(self) -> Iterator[admin_pb2.RecordBatch]:
         """What is there now, in as few messages as there should be; one at least."""
         left = len(self._events)
@@ -134,7 +130,7 @@ class Recording:
             size_bytes = 0
             while left and size_bytes < BATCH_BYTES_MAX:
                 taken.append(event := self._events.popleft())
-                size_bytes += EVENT_BYTES + HASH_BYTES_MAX * event.hash_count
+                size_bytes += EVENT_BYTES + HASH_BYTES_MAX * event[COUNT]
                 left -= 1
             self._kept_bytes -= size_bytes
             yield self._batch(taken)
@@ -142,19 +138,19 @@ class Recording:
                 return
 
     def _batch(self, events: list[_Event]) -> admin_pb2.RecordBatch:
-        kinds, times_us, places, counts, hits, parts, hashes = (
-            zip(*events, strict=True) if events else [()] * 7
-        )
-        places_new, self._new_places = self._new_places, []
+        columns = zip(*events, strict=True) if events else [()] * COLUMNS
+        kinds, times_s, places, counts, hits, parts, hashes = columns
+        times_us = ((np.array(times_s) - self._began_s) * 1e6).astype(np.uint64).tolist()
+        new_places, self._new_places = self._new_places, []
         return admin_pb2.RecordBatch(
-            places=places_new,
+            places=new_places,
             kinds=kinds,
             times_us=times_us,
             place_of=places,
             hash_count=counts,
             hits=hits,
             parts=parts,
-            hashes=b"".join([each for several in hashes for each in several]),
+            hashes=b"".join(hashes),
             dropped_events=self._dropped_events,
             dropped_blocks=self._dropped_blocks,
         )

@@ -1,6 +1,7 @@
 """Admin.Record: one caller at a time is sent what engines look up and store."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 from kvtier.v1 import admin_pb2
@@ -10,9 +11,11 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.recording import Recording
 
-SEND_EVERY_S = 0.1
-TELL_EVERY_S = 1.0
-"""A caller hears at least so often that the recording goes on."""
+LOOK_EVERY_S = 0.1
+"""Time between two looks whether there is enough for a message."""
+LOOKS_MAX = 10
+"""After so many, what there is is sent: each message costs the front as much as ten events."""
+END_S = 0.5
 
 
 class Recordings:
@@ -22,10 +25,15 @@ class Recordings:
         self._cache = cache
         self._calls = calls
         self._ending = False
+        self._over = asyncio.Event()
 
-    def end(self) -> None:
-        """The daemon stops: what was recorded is sent, and then the recording ends."""
+    async def end(self) -> None:
+        """The daemon stops: what was recorded is sent, if the caller reads, and then the recording ends."""
         self._ending = True
+        if self._calls.recording is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await self._over.wait()
 
     async def record(self, request: admin_pb2.RecordRequest) -> AsyncIterator[admin_pb2.RecordBatch]:
         """Answers Admin.Record. Raises Refusal QUEUE_FULL while somebody else records."""
@@ -35,17 +43,20 @@ class Recordings:
                 "somebody records already, and one recording at a time is the most: end the other "
                 "`kvtierctl record`",
             )
+        self._over.clear()
         recording = self._calls.recording = Recording(self._cache.plan_of)
         try:
-            rounds = 0
+            looks = LOOKS_MAX  # the first message is sent at once
             while True:
                 ending = self._ending
-                for batch in recording.batches():
-                    if batch.kinds or not rounds % round(TELL_EVERY_S / SEND_EVERY_S):
+                if looks >= LOOKS_MAX or ending or recording.waits_for_sending:
+                    looks = 0
+                    for batch in recording.batches():
                         yield batch
                 if ending:
                     return
-                rounds += 1
-                await asyncio.sleep(SEND_EVERY_S)
+                await asyncio.sleep(LOOK_EVERY_S)
+                looks += 1
         finally:
             self._calls.recording = None
+            self._over.set()

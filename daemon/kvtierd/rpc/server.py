@@ -138,7 +138,7 @@ class RpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Ends the server. Calls that are still running have `grace_s` to end. End the sessions first."""
-        self._recordings.end()
+        await self._recordings.end()
         await self._server.stop(grace_s)
         if self._health_server is not None:
             await self._health_server.stop()
