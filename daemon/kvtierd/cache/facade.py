@@ -314,6 +314,12 @@ class Cache:
             self.draining = False
             self.post(stimuli.Resume())
 
+    def show_lookups(self, *, every: bool) -> None:
+        """Whether clients are to ask about everything, also where an index page could have told them that
+        nothing is there."""
+        if not self.poisoned.is_set():
+            self.post(stimuli.ShowLookups(every))
+
     @property
     def transfers_active(self) -> int:
         return self._machine.status().transfers_active

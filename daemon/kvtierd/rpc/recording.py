@@ -117,8 +117,7 @@ class Recording:
         self._place_of[session, group] = number
         return number
 
-    @property
-    def waits_for_sending(self) -> bool:
+    def has_message(self) -> bool:
         """Whether there is enough for a message."""
         return self._kept_bytes >= BATCH_BYTES_MAX
 

@@ -46,10 +46,11 @@ class Recordings:
         self._over.clear()
         recording = self._calls.recording = Recording(self._cache.plan_of)
         try:
+            self._cache.show_lookups(every=True)
             looks = LOOKS_MAX  # the first message is sent at once
             while True:
                 ending = self._ending
-                if looks >= LOOKS_MAX or ending or recording.waits_for_sending:
+                if looks >= LOOKS_MAX or ending or recording.has_message():
                     looks = 0
                     for batch in recording.batches():
                         yield batch
@@ -59,4 +60,5 @@ class Recordings:
                 looks += 1
         finally:
             self._calls.recording = None
+            self._cache.show_lookups(every=False)
             self._over.set()
