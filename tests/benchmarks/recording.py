@@ -1,6 +1,7 @@
-"""What a recording costs the front: lookups of 64 hashes with `kvtierctl record` and without, in turns.
+"""What a recording costs the front: lookups of 64 hashes while somebody records and while nobody does, by
+turns.
 
-    python -m tests.benchmarks.recording [--pairs 12] [--json]
+    python -m tests.benchmarks.recording [--pairs 40] [--json]
 
 The cost is the processor time of the daemon's main process, by the kernel's own count, so that what else runs
 on the host changes little. `paced` sends 500 lookups a second, more than engines do; `full` sends as many as
@@ -11,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext, suppress
 
+import grpc
 import numpy as np
+from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.benchmarks.rig import DEADLINE_S, Load, Rig, hashes_of, rig
 
@@ -29,8 +28,10 @@ BLOCKS = 64
 PROMPTS = 64
 PAGE = 4_096
 PACED_PER_S = 500
-FULL_LOOKUPS, PACED_LOOKUPS = 3_000, 1_000
-PAIRS = 12
+FULL_LOOKUPS, PACED_LOOKUPS = 1_500, 500
+PAIRS = 40
+SENT_S = 1.2
+"""The daemon sends everything within a second."""
 
 
 def main() -> int:
@@ -76,45 +77,37 @@ def measure(running: Rig, pairs: int) -> dict[str, float]:
 
 
 def _turn(running: Rig, prompts: list[bytes], lookups: int, per_s: int | None, *, recorded: bool) -> float:
-    """Processor seconds of the front for each lookup."""
-    with _recorder(running) if recorded else _nobody():
-        began_s, before = time.perf_counter(), Load.of(running.daemon.pid).run_s
+    """Processor seconds of the front for each lookup, until all of it is sent."""
+    with _recorder(running) if recorded else nullcontext():
+        began_s, before = time.perf_counter(), Load.of(running.daemon.pid)
         for number in range(lookups):
             running.client.lookup(prompts[number % PROMPTS], timeout_s=DEADLINE_S)
             if per_s is not None:
                 time.sleep(max(0.0, began_s + number / per_s - time.perf_counter()))
-        return (Load.of(running.daemon.pid).run_s - before) / lookups
-
-
-@contextmanager
-def _nobody() -> Iterator[None]:
-    yield
+        time.sleep(SENT_S)
+        return Load.of(running.daemon.pid).since(before).run_s / lookups
 
 
 @contextmanager
 def _recorder(running: Rig) -> Iterator[None]:
-    folder = Path(tempfile.mkdtemp(prefix="kvtier-record-"))
-    records = folder / "records"
-    command = [
-        sys.executable,
-        "-m",
-        "kvtierd.ctl",
-        "record",
-        f"--socket={running.daemon.socket}",
-        str(records),
-    ]
-    recorder = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True)
-    try:
-        while not records.exists():
-            if recorder.poll() is not None:
-                raise RuntimeError("kvtierctl record has ended")
-            time.sleep(0.01)
+    """Reads a recording meanwhile, and looks at nothing of it."""
+    dropped = 0
+
+    def read() -> None:
+        nonlocal dropped
+        with suppress(grpc.RpcError):
+            for batch in call:
+                dropped = batch.dropped_events
+
+    with grpc.insecure_channel(f"unix:{running.daemon.socket}") as channel:
+        call = admin_pb2_grpc.AdminStub(channel).Record(admin_pb2.RecordRequest(), timeout=DEADLINE_S)
+        next(call)
+        thread = threading.Thread(target=read)
+        thread.start()
         yield
-    finally:
-        recorder.send_signal(signal.SIGINT)
-        said, _ = recorder.communicate(timeout=DEADLINE_S)
-        shutil.rmtree(folder)
-    if json.loads(said)["dropped_events"]:
+        call.cancel()
+        thread.join()
+    if dropped:
         raise RuntimeError("events were dropped")
 
 

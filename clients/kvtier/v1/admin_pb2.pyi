@@ -139,7 +139,10 @@ class RecordBatch(google.protobuf.message.Message):
     DROPPED_EVENTS_FIELD_NUMBER: builtins.int
     DROPPED_BLOCKS_FIELD_NUMBER: builtins.int
     hashes: builtins.bytes
-    """The hashes of all events, one after the other, of 32 bytes each; shorter ones end in zeros."""
+    """Eight bytes for each hash of all events, one after the other: the four little-endian words of a hash, with zeros
+    behind a shorter one, each times an odd number that is random for this recording, added modulo 2^64. That is no
+    secret: whoever writes these down has to hide them.
+    """
     dropped_events: builtins.int
     """Events that were dropped since the recording began, and the blocks that they had."""
     dropped_blocks: builtins.int

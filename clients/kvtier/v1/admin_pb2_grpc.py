@@ -164,8 +164,8 @@ class AdminServicer(object):
     def Record(self, request, context):
         """Streams what engines look up and store from now on, so that it can be replayed (`kvtierctl record`). Engines never
         wait for the caller: what it does not take in time is dropped, and counted. There is a message every second at
-        least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. Hashes are sent as
-        engines send them, so whoever writes them down has to hide them.
+        least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. While it lasts,
+        clients ask about everything, also where an index page says that there is nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -96,8 +96,8 @@ class AdminStub:
     ]
     """Streams what engines look up and store from now on, so that it can be replayed (`kvtierctl record`). Engines never
     wait for the caller: what it does not take in time is dropped, and counted. There is a message every second at
-    least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. Hashes are sent as
-    engines send them, so whoever writes them down has to hide them.
+    least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. While it lasts,
+    clients ask about everything, also where an index page says that there is nothing.
     """
 
 class AdminAsyncStub:
@@ -178,8 +178,8 @@ class AdminAsyncStub:
     ]
     """Streams what engines look up and store from now on, so that it can be replayed (`kvtierctl record`). Engines never
     wait for the caller: what it does not take in time is dropped, and counted. There is a message every second at
-    least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. Hashes are sent as
-    engines send them, so whoever writes them down has to hide them.
+    least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. While it lasts,
+    clients ask about everything, also where an index page says that there is nothing.
     """
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -278,8 +278,8 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvtier.v1.admin_pb2.RecordBatch], collections.abc.AsyncIterator[kvtier.v1.admin_pb2.RecordBatch]]:
         """Streams what engines look up and store from now on, so that it can be replayed (`kvtierctl record`). Engines never
         wait for the caller: what it does not take in time is dropped, and counted. There is a message every second at
-        least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. Hashes are sent as
-        engines send them, so whoever writes them down has to hide them.
+        least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. While it lasts,
+        clients ask about everything, also where an index page says that there is nothing.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

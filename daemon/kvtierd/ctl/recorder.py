@@ -23,12 +23,11 @@ import numpy.typing as npt
 from kvtier.v1 import admin_pb2
 
 from kvtierd.config.settings import human_size
-from kvtierd.core.ids import HASH_BYTES_MAX
 from kvtierd.ctl.text import count
 from kvtierd.simulate.records import EVENT_ARRAYS, LOOKUP, PATTERN, PLACE_COLUMNS, VERSION, file_name
 
 KEY_BYTES = 32
-KEYED_BYTES = 8
+HASH_BYTES = KEYED_BYTES = 8
 KEYED_KEPT = 1 << 16
 """Keyed hashes that are remembered, because most blocks come several times."""
 HEAD_BYTES = 8 << 10
@@ -100,7 +99,7 @@ class RecordWriter:
 
     def add(self, batch: admin_pb2.RecordBatch) -> None:
         """Takes what the daemon has sent. Raises OSError if a file is full and cannot be written."""
-        size_bytes = EVENT_BYTES * len(batch.kinds) + KEYED_BYTES * (len(batch.hashes) // HASH_BYTES_MAX)
+        size_bytes = EVENT_BYTES * len(batch.kinds) + KEYED_BYTES * (len(batch.hashes) // HASH_BYTES)
         if self._waiting_bytes and self._waiting_bytes + size_bytes > self._file_bytes_max - HEAD_BYTES:
             self.write()
         for place in batch.places:
@@ -114,9 +113,7 @@ class RecordWriter:
         for (name, kind), values in zip(EVENT_ARRAYS.items(), given, strict=True):
             self._columns.setdefault(name, []).append(np.array(values, kind))
         raw = batch.hashes
-        keyed = b"".join(
-            [self._keyed(raw[at : at + HASH_BYTES_MAX]) for at in range(0, len(raw), HASH_BYTES_MAX)]
-        )
+        keyed = b"".join([self._keyed(raw[at : at + HASH_BYTES]) for at in range(0, len(raw), HASH_BYTES)])
         self._hashes.append(np.frombuffer(keyed, "<u8"))
         self._waiting_bytes += size_bytes
         self.events += len(batch.kinds)

@@ -1,6 +1,7 @@
 """What one recording keeps of lookups and stores until it is sent. Engines never wait for it: what finds no
 room is dropped and counted."""
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -51,6 +52,8 @@ class Recording:
         self._kept_bytes = 0
         self._events: deque[_Event] = deque()
         self._dropped_events = self._dropped_blocks = 0
+        self._factors = np.frombuffer(secrets.token_bytes(HASH_BYTES_MAX), np.uint64) | np.uint64(1)
+        """Of the words of a hash."""
         self._place_of: dict[tuple[SessionId, int], int] = {}
         self._places: dict[SpaceId, int] = {}
         self._tenants: dict[int, int] = {}
@@ -140,6 +143,7 @@ class Recording:
         columns = zip(*events, strict=True) if events else [()] * COLUMNS
         kinds, times_s, places, counts, hits, parts, hashes = columns
         times_us = ((np.array(times_s) - self._began_s) * 1e6).astype(np.uint64).tolist()
+        words = np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, len(self._factors))
         new_places, self._new_places = self._new_places, []
         return admin_pb2.RecordBatch(
             places=new_places,
@@ -149,7 +153,7 @@ class Recording:
             hash_count=counts,
             hits=hits,
             parts=parts,
-            hashes=b"".join(hashes),
+            hashes=(words @ self._factors).tobytes(),
             dropped_events=self._dropped_events,
             dropped_blocks=self._dropped_blocks,
         )

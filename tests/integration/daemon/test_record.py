@@ -121,7 +121,8 @@ def test_lookups_that_ask_again_or_for_single_blocks_are_left_out(
         session.lookup(hashes)
         batch = next(each for each in call if each.kinds)
         assert list(batch.kinds) == [admin_pb2.RECORDED_KIND_LOOKUP]
-        assert (list(batch.hash_count), list(batch.hits), batch.hashes) == ([4], [0], hashes)
+        assert (list(batch.hash_count), list(batch.hits)) == ([4], [0])
+        assert len(set(np.frombuffer(batch.hashes, np.uint64).tolist())) == 4
         [place] = batch.places
         assert (place.number, place.tenant, place.group, place.block_tokens) == (1, 1, 0, 16)
         assert place.block_bytes == sum(session.fragments)

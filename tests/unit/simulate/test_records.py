@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from kvtier.v1 import admin_pb2
 from kvtierd.ctl.recorder import FILE_BYTES_MIN, RecordWriter, period_s
-from kvtierd.simulate.host import SimulatedHost, hashes_of
+from kvtierd.simulate.host import SimulatedHost
 from kvtierd.simulate.records import read_traces
 from kvtierd.simulate.results import replayed
 from kvtierd.simulate.traces import Trace, TraceError
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 def batch(
     events: Sequence[Event], places: Sequence[int] = (), dropped: tuple[int, int] = (0, 0), at_us: int = 0
-) -> Any:
+) -> admin_pb2.RecordBatch:
     return admin_pb2.RecordBatch(
         places=[
             admin_pb2.RecordedPlace(
@@ -45,7 +45,7 @@ def batch(
         hash_count=[len(each[2]) for each in events],
         hits=[each[3] for each in events],
         parts=[each[4] for each in events],
-        hashes=b"".join(hashes_of(np.array(each[2], np.int64)).tobytes() for each in events),
+        hashes=b"".join(np.array(each[2], "<u8").tobytes() for each in events),
         dropped_events=dropped[0],
         dropped_blocks=dropped[1],
     )
@@ -149,7 +149,7 @@ def test_hashes_are_keyed_anew_for_each_recording(tmp_path: Path) -> None:
         writer.write(ended=True)
         [file] = (tmp_path / name).iterdir()
         content = file.read_bytes()
-        assert not any(events.hashes[at : at + 8] in content for at in range(0, len(events.hashes), 32))
+        assert not any(events.hashes[at : at + 8] in content for at in range(0, len(events.hashes), 8))
         with np.load(file) as archive:
             seen.append(archive["hash"].tolist())
     assert len(set(seen[0]) | set(seen[1])) == 16
