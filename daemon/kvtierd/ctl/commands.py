@@ -456,7 +456,8 @@ def record_events(
 
     Written are times, sizes, hits, numbers that stand for tenants and groups, and a keyed hash of each block,
     whose key is written nowhere: no tokens, no names. Engines never wait for it; what it cannot take in time
-    is dropped and counted. Exit status 69: the daemon refused, or ended; what had come is written.
+    is dropped and counted. Ctrl-C ends it within two seconds. Exit status 1: it cannot write there; 69: the
+    daemon refused, or has ended, and what had come is written.
     """
     # Imported only here, because no other command needs it.
     from kvtierd.ctl import recorder
@@ -482,10 +483,15 @@ def record_events(
             stream = recorder.BatchStream(call)
             tell("recording; Ctrl-C ends it")
             recorder.record(stream, writer, for_s, lambda: stop.noted, tell)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             call.cancel()
             click.echo(f"kvtierctl: {error}", err=True)
-            sys.exit(EXIT_USAGE if isinstance(error, ValueError) else EXIT_CANNOT_WRITE)
+            sys.exit(EXIT_USAGE)
+        except OSError as error:
+            call.cancel()
+            message = f"cannot write to {folder}: {error}; make room there, or name another folder"
+            click.echo(f"kvtierctl: {message}", err=True)
+            sys.exit(EXIT_CANNOT_WRITE)
     if live:
         click.echo("\r\x1b[K", err=True, nl=False)
     click.echo(json.dumps(writer.figures(), indent=2) if as_json else "\n".join(writer.lines()))

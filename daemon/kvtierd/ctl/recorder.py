@@ -62,7 +62,10 @@ class RecordWriter:
         """Makes the folder if it is not there. Raises ValueError if it has records already or if the sizes do
         not fit, and OSError."""
         if file_bytes_max < FILE_BYTES_MIN:
-            raise ValueError(f"--file-bytes: {file_bytes_max} is less than {human_size(FILE_BYTES_MIN)}")
+            raise ValueError(
+                f"--file-bytes: {human_size(file_bytes_max)} is too small: write {human_size(FILE_BYTES_MIN)} or "
+                "more"
+            )
         if total_bytes_max < FILES_MIN * file_bytes_max:
             raise ValueError(
                 f"--total-bytes: {human_size(total_bytes_max)} has no room for {FILES_MIN} files of "
@@ -82,7 +85,8 @@ class RecordWriter:
         self._number = 0
         self._columns: dict[str, list[npt.NDArray[np.generic]]] = {}
         self._hashes: list[npt.NDArray[np.uint64]] = []
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
+        """Of events that are in no file yet."""
         self.events = self.requests = self.blocks = 0
         """That were received, and the blocks that they had."""
         self.dropped_events = self.dropped_blocks = 0
@@ -100,7 +104,7 @@ class RecordWriter:
     def add(self, batch: admin_pb2.RecordBatch) -> None:
         """Takes what the daemon has sent. Raises OSError if a file is full and cannot be written."""
         size_bytes = EVENT_BYTES * len(batch.kinds) + KEYED_BYTES * (len(batch.hashes) // HASH_BYTES)
-        if self._waiting_bytes and self._waiting_bytes + size_bytes > self._file_bytes_max - HEAD_BYTES:
+        if self.waiting_bytes and self.waiting_bytes + size_bytes > self._file_bytes_max - HEAD_BYTES:
             self.write()
         for place in batch.places:
             self._places.append(
@@ -115,7 +119,7 @@ class RecordWriter:
         raw = batch.hashes
         keyed = b"".join([self._keyed(raw[at : at + HASH_BYTES]) for at in range(0, len(raw), HASH_BYTES)])
         self._hashes.append(np.frombuffer(keyed, "<u8"))
-        self._waiting_bytes += size_bytes
+        self.waiting_bytes += size_bytes
         self.events += len(batch.kinds)
         self.requests += sum(kind == LOOKUP for kind in batch.kinds)
         self.blocks += len(keyed) // KEYED_BYTES
@@ -139,7 +143,7 @@ class RecordWriter:
         }
         self._make_room(sum(array.nbytes for array in arrays.values()) + HEAD_BYTES)
         self._files.append((path, _write(path, arrays)))
-        self._columns, self._hashes, self._waiting_bytes = {}, [], 0
+        self._columns, self._hashes, self.waiting_bytes = {}, [], 0
 
     def _make_room(self, wanted_bytes: int) -> None:
         while self._files and self.written_bytes + wanted_bytes > self._total_bytes_max:
@@ -150,7 +154,7 @@ class RecordWriter:
     def told(self) -> str:
         """What was recorded, in a line."""
         dropped = f", {self.dropped_blocks:,} dropped" if self.dropped_events else ""
-        size_bytes = self.written_bytes + self._waiting_bytes
+        size_bytes = self.written_bytes + self.waiting_bytes
         what = f"{count(self.requests, 'request')}, {count(self.blocks, 'block')}"
         return f"{what}{dropped}, {human_size(size_bytes)}"
 
@@ -278,8 +282,9 @@ def record(
                 writer.add(batch)
             now_s = time.monotonic()
             if now_s - file_s >= FILE_S:
-                writer.write()
                 file_s = now_s
+                if writer.waiting_bytes:
+                    writer.write()
             if now_s - told_s >= 1.0:
                 told_s = now_s
                 tell(writer.told())
