@@ -62,10 +62,8 @@ class RecordWriter:
         """Makes the folder if it is not there. Raises ValueError if it has records already or if the sizes do
         not fit, and OSError."""
         if file_bytes_max < FILE_BYTES_MIN:
-            raise ValueError(
-                f"--file-bytes: {human_size(file_bytes_max)} is too small: write {human_size(FILE_BYTES_MIN)} or "
-                "more"
-            )
+            given, least = human_size(file_bytes_max), human_size(FILE_BYTES_MIN)
+            raise ValueError(f"--file-bytes: {given} is too small: write {least} or more")
         if total_bytes_max < FILES_MIN * file_bytes_max:
             raise ValueError(
                 f"--total-bytes: {human_size(total_bytes_max)} has no room for {FILES_MIN} files of "

@@ -24,13 +24,15 @@ from kvtierd.simulate.results import replayed
 
 from tests.integration.daemon.commands import admin, kvtierctl
 from tests.integration.daemon.raw import RawSession
-from tests.integration.daemon.traced import FRAGMENT, POOL, Connect, engine, prompts, request
+from tests.integration.daemon.traced import FRAGMENT, POOL, Connect, ask, engine, prompts, request, store
 from tests.support.process import DEADLINE_S, Daemon, until
 
 Start = Callable[..., Daemon]
 CAPACITY = POOL.extents * POOL.slots_per_extent(FRAGMENT)
 HISTORY = POOL.capacity_bytes // HISTORY_PART // REMEMBERED_BYTES
 ANSWER_BLOCKS = 3
+TOGETHER = 3
+"""Requests that are looked up before the first of them is stored."""
 
 
 @contextmanager
@@ -70,24 +72,43 @@ def test_a_recording_simulated_hits_what_the_daemon_has_hit(
     assert [len(path) for path in trace.paths()] == [len(prompt) for prompt in prompts()]
 
 
+@pytest.mark.parametrize("policy", ["lru", "reuse"])
+def test_requests_that_overlap_and_stores_of_what_is_new_only(
+    start: Start, connect: Connect, tmp_path: Path, policy: str
+) -> None:
+    """As engines do it: several requests are looked up before the first of them is stored, and only what was
+    computed is, with the blocks of an answer."""
+    daemon = start(pool__policy=policy, pool__size="66MiB", pool__extent_size="1MiB")
+    daemon.wait_whole()
+    one = engine(connect)
+    folder = tmp_path / "records"
+    given: list[int] = []
+    chosen = prompts()[:400]
+    with recording(daemon, folder):
+        for first in range(0, len(chosen), TOGETHER):
+            batch = chosen[first : first + TOGETHER]
+            hits = [ask(one, prompt[:-1]) if len(prompt) > 1 else ask(one, prompt) for prompt in batch]
+            for prompt, there in zip(batch, hits, strict=True):
+                if there < len(prompt):
+                    store(one, prompt, there)
+            given += hits
+    trace, notes = read_traces([folder])
+    assert notes == []
+    simulated = SimulatedHost(CAPACITY, ranks=policy == "reuse", history_blocks=HISTORY)
+    assert list(replayed(simulated, trace, list(trace.paths()), lambda done: None)) == given
+    assert trace.generated(), "the last block of a prompt was not asked for"
+
+
 def test_an_answer_is_stored_and_not_asked_for(daemon: Daemon, connect: Connect, tmp_path: Path) -> None:
     """Engines store what they have computed only, and what they have generated; the next turn hits it."""
     one = engine(connect)
-    turns = [np.arange(10), np.arange(10 + ANSWER_BLOCKS + 4)]
     folder = tmp_path / "records"
+    given = []
     with recording(daemon, folder):
-        given = []
-        for turn in turns:
-            hashes = hashes_of(turn)
-            hits = one.lookup(hashes.tobytes()).answers[0].hits
-            given.append(hits)
-            answered = hashes_of(np.arange(len(turn) + ANSWER_BLOCKS))
-            for first, end in ((hits, len(turn)), (len(turn), len(answered))):
-                store = one.store_request(answered[first:end].tobytes(), list(range(end - first)))
-                previous = answered[first - 1].tobytes() if first else b""
-                store.chains.add(blocks=end - first, previous_hash=previous)
-                one.attached.call(store=store)
-                one.wait(store.signals.ticket)
+        for turn in (np.arange(10), np.arange(10 + ANSWER_BLOCKS + 4)):
+            given.append(ask(one, turn))
+            store(one, turn, given[-1])
+            store(one, np.arange(len(turn) + ANSWER_BLOCKS), len(turn))
     assert given == [0, 10 + ANSWER_BLOCKS]
     trace, notes = read_traces([folder])
     assert notes == []

@@ -47,13 +47,23 @@ def prompts() -> list[I64]:
 
 def request(one: RawSession, prompt: I64) -> int:
     """Asks for a prompt, and stores what was missing. Returns how many of its first blocks were there."""
-    hashes = hashes_of(prompt).tobytes()
-    hits = one.lookup(hashes).answers[0].hits
-    store = one.store_request(hashes, list(range(len(prompt))))
-    store.chains.add(blocks=len(prompt))
-    one.attached.call(store=store)
-    assert one.wait(store.signals.ticket).state == types_pb2.TRANSFER_STATE_DONE
+    hits = ask(one, prompt)
+    store(one, prompt)
     return hits
+
+
+def ask(one: RawSession, prompt: I64) -> int:
+    return int(one.lookup(hashes_of(prompt).tobytes()).answers[0].hits)
+
+
+def store(one: RawSession, prompt: I64, first: int = 0) -> None:
+    """Stores the blocks of a prompt from this one on, and waits for it."""
+    hashes = hashes_of(prompt)
+    blocks = len(prompt) - first
+    message = one.store_request(hashes[first:].tobytes(), list(range(blocks)))
+    message.chains.add(blocks=blocks, previous_hash=hashes[first - 1].tobytes() if first else b"")
+    one.attached.call(store=message)
+    assert one.wait(message.signals.ticket).state == types_pb2.TRANSFER_STATE_DONE
 
 
 def engine(connect: Connect) -> RawSession:
