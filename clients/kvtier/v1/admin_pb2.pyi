@@ -139,9 +139,8 @@ class RecordBatch(google.protobuf.message.Message):
     DROPPED_EVENTS_FIELD_NUMBER: builtins.int
     DROPPED_BLOCKS_FIELD_NUMBER: builtins.int
     hashes: builtins.bytes
-    """Eight bytes for each hash of all events, one after the other: the four little-endian words of a hash, with zeros
-    behind a shorter one, each times an odd number that is random for this recording, added modulo 2^64. That is no
-    secret: whoever writes these down has to hide them.
+    """Eight bytes for each hash of all events, one after the other, which stand for it in this recording. They are mixed
+    from it with random numbers, but can be guessed from it: whoever writes them down has to hide them.
     """
     dropped_events: builtins.int
     """Events that were dropped since the recording began, and the blocks that they had."""

@@ -3,11 +3,11 @@ room is dropped and counted."""
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from kvtier.v1 import admin_pb2
 
 from kvtierd.core.actions import LookupReply
@@ -28,9 +28,11 @@ LOOKUP, STORE = admin_pb2.RECORDED_KIND_LOOKUP, admin_pb2.RECORDED_KIND_STORE
 STORE_BEHIND, STORE_LOOSE = admin_pb2.RECORDED_KIND_STORE_BEHIND, admin_pb2.RECORDED_KIND_STORE_LOOSE
 
 
-_Event = tuple[int, float, int, int, int, int, Hashes]
-"""Kind, when, place, number of hashes, hits, part, hashes: what RecordBatch has columns of."""
-COLUMNS = 7
+_Event = tuple[int, float, int, int, int, int]
+"""Kind, when, place, number of hashes, hits, part: what RecordBatch has columns of."""
+COLUMNS = 6
+HALF_WORD = np.uint64(32)
+MIXED_ROWS = 512
 COUNT: Final = 3
 """Where the number of hashes is in an event."""
 
@@ -50,7 +52,11 @@ class Recording:
         self._began_s = clock()
         self._kept_bytes_max = kept_bytes_max
         self._kept_bytes = 0
-        self._events: deque[_Event] = deque()
+        self._events: list[_Event] = []
+        self._rows = np.empty((kept_bytes_max // HASH_BYTES_MAX, HASH_BYTES_MAX), np.uint8)
+        """Hashes of the events. They are copied, because otherwise the messages that they came with would
+        stay in memory as long, which costs more."""
+        self._rows_kept = 0
         self._dropped_events = self._dropped_blocks = 0
         self._factors = np.frombuffer(secrets.token_bytes(HASH_BYTES_MAX), np.uint64) | np.uint64(1)
         """Of the words of a hash."""
@@ -95,7 +101,10 @@ class Recording:
         place = self._place_of.get((session, group)) or self._place(session, group)
         if place:
             self._kept_bytes = kept_bytes
-            self._events.append((kind, self._clock(), place, count, hits, part, hashes))
+            end = self._rows_kept + count
+            self._rows[self._rows_kept : end] = hashes
+            self._rows_kept = end
+            self._events.append((kind, self._clock(), place, count, hits, part))
 
     def _place(self, session: SessionId, group: int) -> int:
         """The number of a session's group; 0 if its ranks are not complete, so that nothing is there yet."""
@@ -126,24 +135,34 @@ class Recording:
 
     def batches(self) -> Iterator[admin_pb2.RecordBatch]:
         """What is there now, in as few messages as there should be; one at least."""
-        left = len(self._events)
+        events, self._events = self._events, []
+        words = self._mixed(self._rows[: self._rows_kept].view(np.uint64))
+        self._rows_kept = self._kept_bytes = 0
+        first = first_word = 0
         while True:
-            taken: list[_Event] = []
-            size_bytes = 0
-            while left and size_bytes < BATCH_BYTES_MAX:
-                taken.append(event := self._events.popleft())
-                size_bytes += EVENT_BYTES + HASH_BYTES_MAX * event[COUNT]
-                left -= 1
-            self._kept_bytes -= size_bytes
-            yield self._batch(taken)
-            if not left:
+            end, end_word, size_bytes = first, first_word, 0
+            while end < len(events) and size_bytes < BATCH_BYTES_MAX:
+                end_word += events[end][COUNT]
+                size_bytes += EVENT_BYTES + HASH_BYTES_MAX * events[end][COUNT]
+                end += 1
+            yield self._batch(events[first:end], words[first_word:end_word].tobytes())
+            if end == len(events):
                 return
+            first, first_word = end, end_word
 
-    def _batch(self, events: list[_Event]) -> admin_pb2.RecordBatch:
+    def _mixed(self, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Eight bytes for each hash. In small pieces, because large arrays would be given back to the system
+        each time, and had from it again."""
+        mixed = np.empty(len(rows), np.uint64)
+        for first in range(0, len(rows), MIXED_ROWS):
+            piece = rows[first : first + MIXED_ROWS]
+            np.matmul(piece ^ piece >> HALF_WORD, self._factors, out=mixed[first : first + MIXED_ROWS])
+        return mixed
+
+    def _batch(self, events: list[_Event], hashes: bytes) -> admin_pb2.RecordBatch:
         columns = zip(*events, strict=True) if events else [()] * COLUMNS
-        kinds, times_s, places, counts, hits, parts, hashes = columns
+        kinds, times_s, places, counts, hits, parts = columns
         times_us = ((np.array(times_s) - self._began_s) * 1e6).astype(np.uint64).tolist()
-        words = np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, len(self._factors))
         new_places, self._new_places = self._new_places, []
         return admin_pb2.RecordBatch(
             places=new_places,
@@ -153,7 +172,7 @@ class Recording:
             hash_count=counts,
             hits=hits,
             parts=parts,
-            hashes=(words @ self._factors).tobytes(),
+            hashes=hashes,
             dropped_events=self._dropped_events,
             dropped_blocks=self._dropped_blocks,
         )
