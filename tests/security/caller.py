@@ -10,6 +10,8 @@ from kvtierd.rpc.contract import TOKEN_METADATA
 from tests.integration.daemon.raw import RawSession
 from tests.support.process import DEADLINE_S, Daemon
 
+STREAMS = ("Drain", "Record")
+
 
 class Caller:
     """Somebody who calls Admin, with the token of a session or without one."""
@@ -24,7 +26,7 @@ class Caller:
 
     def call(self, name: str, request: Any) -> Any:
         answer = getattr(self.stub, name)(request, timeout=DEADLINE_S, metadata=self._metadata)
-        return list(answer) if name == "Drain" else answer
+        return list(answer) if name in STREAMS else answer
 
     def refused(self, name: str, request: Any) -> grpc.StatusCode:
         with pytest.raises(grpc.RpcError) as error:

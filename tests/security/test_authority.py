@@ -1,6 +1,7 @@
 """What concerns everybody is for operators; and whoever looks sees what is their own."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ ORDERS: dict[str, Any] = {
     "Scrub": admin_pb2.ScrubRequest(),
     "Clear": admin_pb2.ClearRequest(),
     "Reload": admin_pb2.ReloadRequest(),
+    "Record": admin_pb2.RecordRequest(),
 }
 VIEWS = {"Status", "Explain", "ListNamespaces"}
 
@@ -113,12 +115,14 @@ def test_a_block_of_another_tenant_is_not_even_elsewhere(
     assert error is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_the_command_line_is_told_the_same(daemon: Daemon, victim: RawSession) -> None:
-    for command in (["clear", "--yes"], ["drain"], ["resume"], ["reload"], ["scrub"]):
+def test_the_command_line_is_told_the_same(daemon: Daemon, victim: RawSession, tmp_path: Path) -> None:
+    record = ["record", str(tmp_path / "records")]
+    for command in (["clear", "--yes"], ["drain"], ["resume"], ["reload"], ["scrub"], record):
         said = kvtierctl(ATTACKER, daemon.socket, *command)
         assert said.returncode == 69, said
         assert f"is for operators, and the caller is uid {ATTACKER}" in said.stderr
         assert "server.operators" in said.stderr
+    assert not list(tmp_path.iterdir())
     seen = kvtierctl(ATTACKER, daemon.socket, "engines")
     assert (seen.returncode, seen.stdout) == (0, "no engine is attached\n")
     assert "victims" in kvtierctl(VICTIM, daemon.socket, "engines").stdout

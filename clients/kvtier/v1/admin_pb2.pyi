@@ -20,6 +20,35 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _RecordedKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RecordedKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RecordedKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    RECORDED_KIND_UNSPECIFIED: _RecordedKind.ValueType  # 0
+    RECORDED_KIND_LOOKUP: _RecordedKind.ValueType  # 1
+    """A lookup of a prefix. Lookups in other modes, and those that ask again for the same request, are not recorded."""
+    RECORDED_KIND_STORE: _RecordedKind.ValueType  # 2
+    """Blocks were stored that follow each other; before the first there is none, or it is not known."""
+    RECORDED_KIND_STORE_BEHIND: _RecordedKind.ValueType  # 3
+    """The same, but the first hash is that of the block before them, which was not stored with them."""
+    RECORDED_KIND_STORE_LOOSE: _RecordedKind.ValueType  # 4
+    """Blocks were stored of which is not known how they belong together."""
+
+class RecordedKind(_RecordedKind, metaclass=_RecordedKindEnumTypeWrapper): ...
+
+RECORDED_KIND_UNSPECIFIED: RecordedKind.ValueType  # 0
+RECORDED_KIND_LOOKUP: RecordedKind.ValueType  # 1
+"""A lookup of a prefix. Lookups in other modes, and those that ask again for the same request, are not recorded."""
+RECORDED_KIND_STORE: RecordedKind.ValueType  # 2
+"""Blocks were stored that follow each other; before the first there is none, or it is not known."""
+RECORDED_KIND_STORE_BEHIND: RecordedKind.ValueType  # 3
+"""The same, but the first hash is that of the block before them, which was not stored with them."""
+RECORDED_KIND_STORE_LOOSE: RecordedKind.ValueType  # 4
+"""Blocks were stored of which is not known how they belong together."""
+global___RecordedKind = RecordedKind
+
 class _Verdict:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -82,6 +111,119 @@ VERDICT_UNWANTED: Verdict.ValueType  # 12
 was not there.
 """
 global___Verdict = Verdict
+
+@typing.final
+class RecordRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___RecordRequest = RecordRequest
+
+@typing.final
+class RecordBatch(google.protobuf.message.Message):
+    """Events of a recording, in their order. Each list that says so has one element for each event."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: builtins.int
+    KINDS_FIELD_NUMBER: builtins.int
+    TIMES_US_FIELD_NUMBER: builtins.int
+    PLACE_OF_FIELD_NUMBER: builtins.int
+    HASH_COUNT_FIELD_NUMBER: builtins.int
+    HITS_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    HASHES_FIELD_NUMBER: builtins.int
+    DROPPED_EVENTS_FIELD_NUMBER: builtins.int
+    DROPPED_BLOCKS_FIELD_NUMBER: builtins.int
+    hashes: builtins.bytes
+    """Eight bytes for each hash of all events, one after the other, which stand for it in this recording. They are mixed
+    from it with random numbers, but can be guessed from it: whoever writes them down has to hide them.
+    """
+    dropped_events: builtins.int
+    """Events that were dropped since the recording began, and the blocks that they had."""
+    dropped_blocks: builtins.int
+    @property
+    def places(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedPlace]:
+        """Where blocks belong that these events are the first to tell of."""
+
+    @property
+    def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___RecordedKind.ValueType]:
+        """One for each event."""
+
+    @property
+    def times_us(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One for each event: microseconds since the recording began."""
+
+    @property
+    def place_of(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One for each event: RecordedPlace.number."""
+
+    @property
+    def hash_count(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One for each event: how many of `hashes` are its own, one at least."""
+
+    @property
+    def hits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One for each event. A lookup: its leading blocks that were hits. A store: 0."""
+
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One for each event. A lookup: of how many groups it asks together. A store: which of the chains of one StoreRequest
+        this is, from 0 on.
+        """
+
+    def __init__(
+        self,
+        *,
+        places: collections.abc.Iterable[global___RecordedPlace] | None = ...,
+        kinds: collections.abc.Iterable[global___RecordedKind.ValueType] | None = ...,
+        times_us: collections.abc.Iterable[builtins.int] | None = ...,
+        place_of: collections.abc.Iterable[builtins.int] | None = ...,
+        hash_count: collections.abc.Iterable[builtins.int] | None = ...,
+        hits: collections.abc.Iterable[builtins.int] | None = ...,
+        parts: collections.abc.Iterable[builtins.int] | None = ...,
+        hashes: builtins.bytes = ...,
+        dropped_events: builtins.int = ...,
+        dropped_blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_blocks", b"dropped_blocks", "dropped_events", b"dropped_events", "hash_count", b"hash_count", "hashes", b"hashes", "hits", b"hits", "kinds", b"kinds", "parts", b"parts", "place_of", b"place_of", "places", b"places", "times_us", b"times_us"]) -> None: ...
+
+global___RecordBatch = RecordBatch
+
+@typing.final
+class RecordedPlace(google.protobuf.message.Message):
+    """One group of one namespace. No name tells whose."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """From 1 on, within a recording."""
+    tenant: builtins.int
+    """Places with the same number belong to the same tenant; from 1 on."""
+    group: builtins.int
+    block_tokens: builtins.int
+    block_bytes: builtins.int
+    """Bytes of the slots of a whole block."""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        tenant: builtins.int = ...,
+        group: builtins.int = ...,
+        block_tokens: builtins.int = ...,
+        block_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "group", b"group", "number", b"number", "tenant", b"tenant"]) -> None: ...
+
+global___RecordedPlace = RecordedPlace
 
 @typing.final
 class StatusRequest(google.protobuf.message.Message):

@@ -79,6 +79,11 @@ class AdminStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
                 _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/kvtier.v1.Admin/Record',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.RecordRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.RecordBatch.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -156,6 +161,16 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """Streams what engines look up and store from now on, so that it can be replayed (`kvtierctl record`). Engines never
+        wait for the caller: what it does not take in time is dropped, and counted. There is a message every second at
+        least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. While it lasts,
+        clients ask about everything, also where an index page says that there is nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -198,6 +213,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Reload,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.ReloadResponse.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.RecordRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.RecordBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -421,6 +441,33 @@ class Admin(object):
             '/kvtier.v1.Admin/Reload',
             kvtier_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvtier.v1.Admin/Record',
+            kvtier_dot_v1_dot_admin__pb2.RecordRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.RecordBatch.FromString,
             options,
             channel_credentials,
             insecure,

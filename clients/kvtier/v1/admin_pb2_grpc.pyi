@@ -90,6 +90,16 @@ class AdminStub:
     change while it runs. Refused with REASON_MALFORMED if it cannot be used; then nothing has changed.
     """
 
+    Record: grpc.UnaryStreamMultiCallable[
+        kvtier.v1.admin_pb2.RecordRequest,
+        kvtier.v1.admin_pb2.RecordBatch,
+    ]
+    """Streams what engines look up and store from now on, so that it can be replayed (`kvtierctl record`). Engines never
+    wait for the caller: what it does not take in time is dropped, and counted. There is a message every second at
+    least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. While it lasts,
+    clients ask about everything, also where an index page says that there is nothing.
+    """
+
 class AdminAsyncStub:
     """A caller says who it is by the token of a side connection that is open, in the metadata `kvtier-token-bin`.
     Operators are the daemon's own user and those that server.operators names; without a server.group, whoever can reach
@@ -160,6 +170,16 @@ class AdminAsyncStub:
     ]
     """Reads the configuration again, from where the daemon got it when it started, and takes over those settings that can
     change while it runs. Refused with REASON_MALFORMED if it cannot be used; then nothing has changed.
+    """
+
+    Record: grpc.aio.UnaryStreamMultiCallable[
+        kvtier.v1.admin_pb2.RecordRequest,
+        kvtier.v1.admin_pb2.RecordBatch,
+    ]
+    """Streams what engines look up and store from now on, so that it can be replayed (`kvtierctl record`). Engines never
+    wait for the caller: what it does not take in time is dropped, and counted. There is a message every second at
+    least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. While it lasts,
+    clients ask about everything, also where an index page says that there is nothing.
     """
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -248,6 +268,18 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvtier.v1.admin_pb2.ReloadResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ReloadResponse]]:
         """Reads the configuration again, from where the daemon got it when it started, and takes over those settings that can
         change while it runs. Refused with REASON_MALFORMED if it cannot be used; then nothing has changed.
+        """
+
+    @abc.abstractmethod
+    def Record(
+        self,
+        request: kvtier.v1.admin_pb2.RecordRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[kvtier.v1.admin_pb2.RecordBatch], collections.abc.AsyncIterator[kvtier.v1.admin_pb2.RecordBatch]]:
+        """Streams what engines look up and store from now on, so that it can be replayed (`kvtierctl record`). Engines never
+        wait for the caller: what it does not take in time is dropped, and counted. There is a message every second at
+        least, the first at once. One caller at a time: another is refused with REASON_QUEUE_FULL. While it lasts,
+        clients ask about everything, also where an index page says that there is nothing.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

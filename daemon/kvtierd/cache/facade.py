@@ -24,6 +24,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import DiskId, Epoch, Hashes, SessionId, SpaceId, Ticket, WorkerId
 from kvtierd.core.machine import Machine
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus
+from kvtierd.core.state.entities import GroupPlan
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.tiers.disk.image import WRITER
@@ -313,6 +314,12 @@ class Cache:
             self.draining = False
             self.post(stimuli.Resume())
 
+    def show_lookups(self, *, every: bool) -> None:
+        """Whether clients are to ask about everything, also where an index page could have told them that
+        nothing is there."""
+        if not self.poisoned.is_set():
+            self.post(stimuli.ShowLookups(every))
+
     @property
     def transfers_active(self) -> int:
         return self._machine.status().transfers_active
@@ -370,6 +377,10 @@ class Cache:
         if self.poisoned.is_set():
             raise _stopping()
         return self._machine.space_of(namespace, group, tenant)
+
+    def plan_of(self, session: SessionId, group: int) -> GroupPlan:
+        """Where blocks of one group of a scheduler's instance live; it is only to be read. Raises Refusal."""
+        return self._machine.plan_of(session, group)
 
     def find(self, space: SpaceId, hashes: Hashes) -> U8:
         """Where the block of each hash can be read now: NOWHERE, ON_HOST or ON_DISK. Holds, promotes and

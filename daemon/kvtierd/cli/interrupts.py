@@ -68,6 +68,11 @@ class Noted:
         for number in numbers:
             signal.signal(number, self._note)
 
+    @property
+    def noted(self) -> bool:
+        """Whether there was a signal."""
+        return bool(self._number)
+
     def check(self) -> None:
         """Raises StoppedEarly if there was a signal."""
         if self._number:

@@ -87,6 +87,7 @@ class Machine:
         of_disks = DiskTier(self.core)
         self.tier: Tier = of_disks if disks else NoTier()
         """What is below the host, for its tests."""
+        self._every_lookup = False
         if policy is not None:
             self._keep_by(policy)
         self._leases = Leases(self.core)
@@ -131,6 +132,7 @@ class Machine:
             stimuli.Drain: self._drain,
             stimuli.Resume: self._resume,
             stimuli.Reconfigure: self._reconfigure,
+            stimuli.ShowLookups: self._show_lookups,
             stimuli.Tick: self._tick,
         }
 
@@ -184,8 +186,15 @@ class Machine:
         self.core.blocks.keep_by(policy)
         for disk in self.core.disks.all:
             disk.blocks.keep_by(policy)
+        self._spare_lookups()
+
+    def _show_lookups(self, stimulus: stimuli.ShowLookups) -> None:
+        self._every_lookup = stimulus.every
+        self._spare_lookups()
+
+    def _spare_lookups(self) -> None:
         # What is learnt of reuse is learnt from lookups, also from those that find nothing.
-        self.core.pages.spare(policy is not stimuli.PoolPolicy.REUSE)
+        self.core.pages.spare(not (self.core.blocks.ranks or self._every_lookup))
 
     def _tick(self, stimulus: stimuli.Tick) -> None:
         self._leases.expire()
@@ -250,6 +259,11 @@ class Machine:
         INSTANCE_INCOMPLETE or UNKNOWN_GROUP."""
         plan, pages = self._indexed(session, group), self.core.pages
         return plan.space, None if plan.space in pages else pages.blocks_max(plan)
+
+    def plan_of(self, session: SessionId, group: int) -> GroupPlan:
+        """Where the blocks of one group of a scheduler's instance live. Raises Refusal ROLE,
+        INSTANCE_INCOMPLETE or UNKNOWN_GROUP."""
+        return self._indexed(session, group)
 
     def explain(
         self, key: bytes, namespace: str = "", group: int | None = None, tenant: str | None = None

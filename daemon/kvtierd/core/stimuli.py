@@ -474,6 +474,13 @@ class Reconfigure(Stimulus):
     policy: "PoolPolicy"
 
 
+@dataclass(frozen=True, slots=True)
+class ShowLookups(Stimulus):
+    """Somebody wants to see every lookup, also those that index pages spare; or not any more."""
+
+    every: bool
+
+
 class PoolPolicy(Enum):
     """Which blocks of the host go first."""
 

@@ -47,6 +47,7 @@ CLEAR_S = 60.0
 EXIT_CORRUPT = 1
 EXIT_NOT_PROVEN = 1
 EXIT_USAGE = 2
+EXIT_CANNOT_WRITE = 1
 EXIT_NO_DAEMON = 69
 EXIT_NOT_YET = 75
 """The exit status if something was not done and is worth another try (sysexits.h EX_TEMPFAIL)."""
@@ -433,6 +434,70 @@ def reload(socket: Path | None, as_json: bool) -> None:
     click.echo(to_json(response) if as_json else "\n".join(reloaded(response)))
     if response.needs_restart:
         sys.exit(EXIT_NOT_YET)
+
+
+@main.command("record")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@_socket_option
+@click.option("--for", "period", metavar="TIME", help="Stop after so long: 90s, 10min, 1h; default: Ctrl-C.")
+@click.option("--file-bytes", default="64MiB", show_default=True, metavar="SIZE", help="At most, of a file.")
+@click.option(
+    "--total-bytes",
+    default="1GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="The most of all; the oldest files are removed.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as a JSON object.")
+def record_events(
+    folder: Path, socket: Path | None, period: str | None, file_bytes: str, total_bytes: str, as_json: bool
+) -> None:
+    """Record what engines look up and store, for `kvtierctl simulate FOLDER`.
+
+    Written are times, sizes, hits, numbers that stand for tenants and groups, and a keyed hash of each block,
+    whose key is written nowhere: no tokens, no names. Engines never wait for it; what it cannot take in time
+    is dropped and counted. Ctrl-C ends it within two seconds. Exit status 1: it cannot write there; 69: the
+    daemon refused, or has ended, and what had come is written.
+    """
+    # Imported only here, because no other command needs it.
+    from kvtierd.ctl import recorder
+
+    try:
+        for_s = None if period is None else recorder.period_s(period)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--for") from None
+    most = (_size("--file-bytes", file_bytes), _size("--total-bytes", total_bytes))
+    path = _path(socket)
+    live = sys.stderr.isatty() and not as_json
+
+    def tell(line: str) -> None:
+        if live:
+            click.echo(f"\r{line}\x1b[K", err=True, nl=False)
+
+    with _admin(path, 2 * TIMEOUT_S) as admin:
+        stop = interrupts.Noted(signal.SIGINT, signal.SIGTERM, patience=2)
+        call = admin.Record(admin_pb2.RecordRequest(), wait_for_ready=False)
+        next(call)  # it has begun, or this raises
+        try:
+            writer = recorder.RecordWriter(folder, *most)
+            stream = recorder.BatchStream(call)
+            tell("recording; Ctrl-C ends it")
+            recorder.record(stream, writer, for_s, lambda: stop.noted, tell)
+        except ValueError as error:
+            call.cancel()
+            click.echo(f"kvtierctl: {error}", err=True)
+            sys.exit(EXIT_USAGE)
+        except OSError as error:
+            call.cancel()
+            message = f"cannot write to {folder}: {error}; make room there, or name another folder"
+            click.echo(f"kvtierctl: {message}", err=True)
+            sys.exit(EXIT_CANNOT_WRITE)
+    if live:
+        click.echo("\r\x1b[K", err=True, nl=False)
+    click.echo(json.dumps(writer.figures(), indent=2) if as_json else "\n".join(writer.lines()))
+    if stream.error is not None:
+        click.echo(f"kvtierctl: {explain(path, stream.error)}", err=True)
+        sys.exit(EXIT_NO_DAEMON)
 
 
 @main.command("explain")

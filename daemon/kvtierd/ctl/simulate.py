@@ -17,7 +17,13 @@ CAPACITIES = "0.5%,1%,2%,5%,10%,25%,50%,100%"
 
 
 @click.command()
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("trace", type=click.Path(exists=True, path_type=Path), nargs=-1, required=True)
+@click.option(
+    "--place",
+    type=click.IntRange(1),
+    metavar="NUMBER",
+    help="Of a recording with blocks of several tenants, models or groups; default: with most requests.",
+)
 @click.option(
     "--capacity",
     default=CAPACITIES,
@@ -38,7 +44,7 @@ CAPACITIES = "0.5%,1%,2%,5%,10%,25%,50%,100%"
     metavar="NAMES",
     help="What decides what is kept.",
 )
-@click.option("--block-bytes", metavar="SIZE", help="What a block takes, for capacities in bytes.")
+@click.option("--block-bytes", metavar="SIZE", help="What a block takes, for sizes in bytes; records say it.")
 @click.option(
     "--prefill-rate",
     "prefill_tokens_per_s",
@@ -61,7 +67,8 @@ CAPACITIES = "0.5%,1%,2%,5%,10%,25%,50%,100%"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object.")
 def simulate(
-    trace: Path,
+    trace: tuple[Path, ...],
+    place: int | None,
     capacity: str,
     disk: str | None,
     policy: str,
@@ -73,18 +80,20 @@ def simulate(
 ) -> None:
     """Say what a trace of requests would have hit with pools of other sizes.
 
-    TRACE has lines of JSON as Mooncake publishes them (hash_ids, input_length, timestamp; compressed by gzip
-    or not), or is an archive of numpy arrays (parent, leaf, intok, ts). It is replayed through the daemon's
-    own core, with an engine that has no cache of its own. No daemon need run. Policies: lru and reuse are
-    those of pool.policy; reuse learns how blocks come back. optimum knows the future and shows what is left
-    to win (with a disk, in both tiers together). fifo, arc and s3fifo are from books, to compare with: the daemon does not have them.
+    TRACE is a folder that `kvtierctl record` has written, or files of it; or has lines of JSON as Mooncake
+    publishes them (hash_ids, input_length, timestamp; compressed by gzip or not); or is an archive of numpy
+    arrays (parent, leaf, intok, ts). It is replayed through the daemon's own core, with an engine that has no
+    cache of its own. No daemon need run. Policies: lru and reuse are those of pool.policy; reuse learns how
+    blocks come back. optimum knows the future and shows what is left to win (with a disk, in both tiers
+    together). fifo, arc and s3fifo are from books, to compare with: the daemon does not have them.
     """
     # Imported only here, because no other command needs the core.
     from rich.console import Console
 
     from kvtierd.ctl import simulation_plot
     from kvtierd.ctl.simulation import blocks_of, capacities, page, policies, results_as_json, simulated
-    from kvtierd.simulate.traces import TraceError, read
+    from kvtierd.simulate.records import read_traces
+    from kvtierd.simulate.traces import TraceError
 
     interrupts.instead("kvtierctl: interrupted")
     if plot is not None and plot.suffix not in simulation_plot.PICTURES:
@@ -93,10 +102,12 @@ def simulate(
     if (plot or html_page) and not simulation_plot.can_draw():
         raise click.UsageError(simulation_plot.CANNOT_DRAW)
     try:
-        requests = read(trace)
+        requests, notes = read_traces(trace, place)
     except (TraceError, OSError) as error:
         click.echo(f"kvtierctl: no trace: {error}", err=True)
         raise SystemExit(EXIT_USAGE) from None
+    for note in notes:
+        click.echo(f"kvtierctl: {note}", err=True)
     bytes_of_block = None if block_bytes is None else _parsed("--block-bytes", settings.size, block_bytes)
     if bytes_of_block == 0:
         raise click.BadParameter("a block has at least one byte", param_hint="--block-bytes")
@@ -115,7 +126,7 @@ def simulate(
         click.echo(f"kvtierctl: cannot write: {error}", err=True)
         raise SystemExit(EXIT_FILE) from None
     if as_json:
-        click.echo(json.dumps(results_as_json(requests, results, prefill_tokens_per_s), indent=2))
+        click.echo(json.dumps(results_as_json(requests, notes, results, prefill_tokens_per_s), indent=2))
     else:
         show(page(requests, results, prefill_tokens_per_s))
 

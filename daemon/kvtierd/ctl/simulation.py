@@ -63,6 +63,7 @@ def _blocks(written: str, trace: Trace, block_bytes: int | None) -> int:
         size = settings.size(written)
     except ValueError:
         raise ValueError(f"{written!r} is no size: write one such as 1%, 20000 (blocks) or 64GiB") from None
+    block_bytes = block_bytes or trace.block_bytes
     if block_bytes is None:
         raise ValueError(f"{written} says bytes: say how many a block has (--block-bytes)")
     return size // block_bytes
@@ -97,10 +98,15 @@ def simulated(
     return found
 
 
-def results_as_json(trace: Trace, results: Results, prefill_tokens_per_s: float | None) -> dict[str, Any]:
-    """One object: by policy and capacity, and `trace`, which says what was replayed."""
-    about = {"name": trace.name, "requests": trace.requests, "blocks": trace.blocks}
-    about |= {"block_tokens": trace.block_tokens, "tokens": int(trace.tokens.sum())}
+def results_as_json(
+    trace: Trace, notes: Sequence[str], results: Results, prefill_tokens_per_s: float | None
+) -> dict[str, Any]:
+    """One object: by policy and capacity, and `trace`, which says what was replayed, and what people should
+    know of it."""
+    about: dict[str, Any] = {"name": trace.name, "requests": trace.requests, "blocks": trace.blocks}
+    about |= {"block_tokens": trace.block_tokens, "tokens": int(trace.tokens.sum()), "notes": list(notes)}
+    if (live := live_hit_rate(trace)) is not None:
+        about["daemon_token_hit_rate"] = live
     found: dict[str, Any] = {"trace": about}
     for name, by_size in results.items():
         found[name] = {written: _without_none(asdict(each)) for written, each in by_size.items()}
@@ -128,10 +134,19 @@ def page(trace: Trace, results: Results, prefill_tokens_per_s: float | None) -> 
 def about(trace: Trace) -> str:
     """What a trace has, in a line."""
     hours = float(trace.arrival_s[-1]) / 3_600
+    live = live_hit_rate(trace)
     return (
         f"{count(trace.requests, 'request')} in {hours:.1f} h, {int(trace.tokens.sum()):,} tokens, "
         f"{count(trace.blocks, 'different block')} of {trace.block_tokens} tokens"
+        + ("" if live is None else f"; the daemon hit {live:.2%} of the tokens")
     )
+
+
+def live_hit_rate(trace: Trace) -> float | None:
+    """What share of the tokens of a recorded trace the daemon has hit; None if it was not recorded."""
+    if trace.live is None:
+        return None
+    return int(trace.live.hits.sum()) * trace.block_tokens / int(trace.tokens.sum())
 
 
 def heads(results: Results, prefill_tokens_per_s: float | None) -> list[str]:

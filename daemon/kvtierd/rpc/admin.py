@@ -1,5 +1,5 @@
-"""The Admin service, except for drains: how the calls of operators and viewers are answered. All of them
-raise Refusal."""
+"""The Admin service, except for drains and recordings: how the calls of operators and viewers are answered.
+All of them raise Refusal."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +14,7 @@ from kvtierd.rpc.authority import Authority, Viewer
 from kvtierd.rpc.draining import Draining
 from kvtierd.rpc.explaining import explain_response
 from kvtierd.rpc.handlers import Serve, answering, streaming
+from kvtierd.rpc.recordings import Recordings
 from kvtierd.rpc.status import (
     AboutDaemon,
     clear_response,
@@ -25,7 +26,13 @@ from kvtierd.rpc.status import (
 
 class AdminCalls:
     def __init__(
-        self, cache: Cache, about: AboutDaemon, authority: Authority, draining: Draining, reload: Reload
+        self,
+        cache: Cache,
+        about: AboutDaemon,
+        authority: Authority,
+        draining: Draining,
+        recordings: Recordings,
+        reload: Reload,
     ) -> None:
         self._cache = cache
         self._about = about
@@ -40,6 +47,7 @@ class AdminCalls:
             "Scrub": answering(self._ordered("Scrub", self.scrub)),
             "Clear": answering(self._ordered("Clear", self.clear)),
             "Reload": answering(self._ordered("Reload", self.reload)),
+            "Record": streaming(self._ordered("Record", recordings.record)),
         }
 
     def _seen(self, call: Callable[[Any, Viewer], Any]) -> Serve:

@@ -16,6 +16,7 @@ from kvtierd.core.ids import LeaseId, Ticket
 from kvtierd.logs import logger
 from kvtierd.rpc import replies
 from kvtierd.rpc.queries import Caller, hashes_of, queries_of
+from kvtierd.rpc.recording import Recording
 
 CHAINS_NAMED = 8
 """Chains whose lengths an error names."""
@@ -41,6 +42,8 @@ class Calls:
         self._clock = clock
         self._told_s = -TELL_EVERY_S
         """When the log last said that leases are too small."""
+        self.recording: Recording | None = None
+        """Is told of lookups and stores that were answered."""
         self.by_body: dict[str, tuple[str, Callable[[Any, Caller], Any]]] = {
             "lookup": ("lookup", self.lookup),
             "touch": ("touch", self.touch),
@@ -58,6 +61,8 @@ class Calls:
         assert isinstance(reply, LookupReply)
         if reply.lease_refused is not None:
             self._tell(caller, reply.lease_refused)
+        if self.recording is not None:
+            self.recording.lookup(stimulus, reply)
         return replies.lookup_reply(stimulus.queries, reply)
 
     def _tell(self, caller: Caller, refused: Refusal) -> None:
@@ -81,8 +86,11 @@ class Calls:
         return replies.prefetch_reply(stimulus.queries, reply)
 
     def store(self, request: cache_pb2.StoreRequest, caller: Caller) -> cache_pb2.SubmitResponse:
-        reply = self._cache.handle(store_of(request, caller, self._limits))
+        stimulus = store_of(request, caller, self._limits)
+        reply = self._cache.handle(stimulus)
         assert isinstance(reply, SubmitReply)
+        if self.recording is not None:
+            self.recording.store(stimulus)
         return replies.submit_reply(self._cache.boot_nonce, reply)
 
     def load(self, request: cache_pb2.LoadRequest, caller: Caller) -> cache_pb2.SubmitResponse:

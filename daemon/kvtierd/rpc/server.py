@@ -25,6 +25,7 @@ from kvtierd.rpc.handlers import Serve, answering, generic_handler
 from kvtierd.rpc.health import LIVE, HealthServer, bounded, status_of
 from kvtierd.rpc.peers import PeerRules
 from kvtierd.rpc.queries import Caller
+from kvtierd.rpc.recordings import Recordings
 from kvtierd.rpc.remote import REMOTE
 from kvtierd.rpc.sockets import SocketError
 from kvtierd.rpc.status import AboutDaemon
@@ -67,7 +68,10 @@ class RpcServer:
         self._observe = observe
         self._calls = Calls(cache, limits)
         self.draining = Draining(cache, about, self._set_health, stop)
-        self._admin = AdminCalls(cache, about, Authority(connections, rules), self.draining, reload)
+        self._recordings = Recordings(cache, self._calls)
+        self._admin = AdminCalls(
+            cache, about, Authority(connections, rules), self.draining, self._recordings, reload
+        )
         self._bytes_max = settings.message_bytes_max
         self._health_listen = settings.health_listen
         self._hello_deadline_s = settings.hello_deadline_s
@@ -134,6 +138,7 @@ class RpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Ends the server. Calls that are still running have `grace_s` to end. End the sessions first."""
+        await self._recordings.end()
         await self._server.stop(grace_s)
         if self._health_server is not None:
             await self._health_server.stop()

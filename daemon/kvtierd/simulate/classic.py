@@ -5,7 +5,7 @@ A request accesses its blocks from the last to the first, so that the beginning 
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -26,12 +26,15 @@ class Policy(Protocol):
         """A request for a block. If it is not there, it is stored."""
 
 
-def hits(paths: Sequence[I64], policy: Policy) -> list[int]:
-    """For each request how many of its first blocks are there."""
+def hits(paths: Sequence[I64], policy: Policy, generated: Mapping[int, I64] | None = None) -> list[int]:
+    """For each request how many of its first blocks are there. `generated`: by request, blocks that are
+    stored with it though it has not asked for them."""
     found = []
-    for path in paths:
+    for number, path in enumerate(paths):
         chain = path.tolist()
-        found.append(next((number for number, block in enumerate(chain) if block not in policy), len(chain)))
+        found.append(next((place for place, block in enumerate(chain) if block not in policy), len(chain)))
+        if generated and number in generated:
+            chain = chain + generated[number].tolist()
         for block in reversed(chain):
             policy.access(block)
     return found

@@ -3,6 +3,7 @@ is given at once."""
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,7 @@ HISTORY_PER_BLOCK = 64
 WRITTEN_AT_ONCE = 1 << 16
 """Blocks of a disk that have no room yet, or none any more."""
 STEPS_PER_POOL = 16
-"""A prompt that is computed while a disk writes comes in steps of at most this part of the pool."""
+"""Above a disk, a prompt comes in steps of at most this part of the pool."""
 HASH_BYTES = 32
 ENGINE_BLOCKS = 1 << 20
 PART_WORDS = 16
@@ -139,6 +140,14 @@ class SimulatedHost:
 
     def request(self, hashes: Hashes) -> int:
         """One prompt, of these blocks. Returns how many of its first blocks were there."""
+        found = self.lookup(hashes)
+        # With what is there already. Where recency decides, the beginning of a prompt is to be the most
+        # recent of it; else nothing is stored whose beginning is not there.
+        self.store(hashes)
+        return found
+
+    def lookup(self, hashes: Hashes) -> int:
+        """Asks for a prompt, of these blocks. Returns how many of its first blocks were there."""
         found = 0
         for first in range(0, len(hashes), self._limits.lookup_hashes_max):
             part = hashes[first : first + self._limits.lookup_hashes_max]
@@ -146,15 +155,8 @@ class SimulatedHost:
             found += hits
             if hits < len(part):
                 break
-        most = self._limits.transfer_blocks_max
-        if self._has_disk:  # a disk takes what comes step by step, as an engine computes it
+        if self._has_disk:
             self._do(Tick())
-            most = max(1, min(most, self._capacity_blocks // STEPS_PER_POOL))
-        firsts = range(0, len(hashes), most)
-        # With what is there already. Where recency decides, the beginning of a prompt is to be the most
-        # recent of it; else nothing is stored whose beginning is not there.
-        for first in firsts if self._ranks else reversed(firsts):
-            self._store(hashes[first : first + most], hashes[first - 1 : first] if first else None)
         return found
 
     def _hits(self, hashes: Hashes) -> int:
@@ -169,12 +171,30 @@ class SimulatedHost:
                 return group.hits
             again, hits = True, group.hits
 
-    def _store(self, hashes: Hashes, previous: Hashes | None) -> None:
+    def store(self, hashes: Hashes, previous: Hashes | None = None) -> None:
+        """Stores blocks that follow each other, and the block `previous` if there is one."""
+        most = self.store_blocks_max
+        firsts = range(0, len(hashes), most)
+        for first in firsts if self._ranks else reversed(firsts):
+            before = hashes[first - 1 : first] if first else previous
+            self.store_together([(hashes[first : first + most], before)])
+
+    def store_together(self, chains: Sequence[tuple[Hashes, Hashes | None]]) -> None:
+        """Stores several such chains at once, each with the block before it; together, they have no more
+        blocks than a store may have."""
         number = next(self._tickets)
         signals = Signals(Ticket(number), number % PART_WORDS, gated=False)
+        hashes = np.concatenate([blocks for blocks, _ in chains]) if len(chains) > 1 else chains[0][0]
         block_ids = np.arange(len(hashes), dtype=np.uint32)
-        chains = (SubmittedChain(len(hashes), previous),)
-        self._do(SubmitStore(self._session, self._epoch, signals, 0, hashes, block_ids, chains=chains))
+        told = tuple(SubmittedChain(len(blocks), previous) for blocks, previous in chains)
+        self._do(SubmitStore(self._session, self._epoch, signals, 0, hashes, block_ids, chains=told))
+
+    @property
+    def store_blocks_max(self) -> int:
+        """As many blocks as one store may have. Above a disk, a prompt comes step by step, as an engine
+        computes it, because the disk takes no more at once."""
+        most = self._limits.transfer_blocks_max
+        return max(1, min(most, self._capacity_blocks // STEPS_PER_POOL)) if self._has_disk else most
 
     def _do(self, stimulus: Stimulus) -> Reply:
         """Handles it, and whatever the worker says to it."""

@@ -1,11 +1,15 @@
 """What a trace would have hit with a cache of a size under a policy."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from kvtierd.core.ids import Hashes
 from kvtierd.simulate import classic, optimum
 from kvtierd.simulate.host import SimulatedHost, hashes_of
-from kvtierd.simulate.traces import I64, Trace
+from kvtierd.simulate.traces import I64, NO_PARENT, Trace
 
 LRU, REUSE, OPTIMUM = "lru", "reuse", "optimum"
 CLASSIC: dict[str, Callable[[int], classic.Policy]] = {
@@ -64,15 +68,17 @@ def hit_rates(
     writes = None
     if policy == OPTIMUM:
         # With a disk: the most that so many different blocks could hit, in whatever tier.
-        found, inserts = optimum.hits(paths, trace.blocks, capacity_blocks + (disk_blocks or 0))
+        found, inserts = optimum.hits(
+            paths, trace.blocks, capacity_blocks + (disk_blocks or 0), trace.generated()
+        )
         progress(trace.requests)
     elif policy in CLASSIC:
         classical = CLASSIC[policy](capacity_blocks)
-        found, inserts = classic.hits(paths, classical), classical.inserts
+        found, inserts = classic.hits(paths, classical, trace.generated()), classical.inserts
         progress(trace.requests)
     else:
         host = SimulatedHost(capacity_blocks, disk_blocks=disk_blocks or 0, ranks=policy == REUSE)
-        found = list(_replayed(host, trace, paths, progress))
+        found = list(replayed(host, trace, paths, progress))
         inserts = host.inserts
         writes = None if disk_blocks is None else host.disk_writes
     hit_tokens = sum(
@@ -90,11 +96,40 @@ def hit_rates(
     )
 
 
-def _replayed(host: SimulatedHost, trace: Trace, paths: Sequence[I64], progress: Progress) -> Iterator[int]:
+def replayed(host: SimulatedHost, trace: Trace, paths: Sequence[I64], progress: Progress) -> Iterator[int]:
     """For each request how many of its first blocks were there."""
-    for number, (path, arrival_s) in enumerate(zip(paths, trace.arrival_s.tolist(), strict=True), 1):
+    _store_after(host, trace, -1)
+    for number, (path, arrival_s) in enumerate(zip(paths, trace.arrival_s.tolist(), strict=True)):
         host.now_s = arrival_s
-        yield host.request(hashes_of(path))
-        if number % TELL_EVERY == 0:
+        hashes = hashes_of(path)
+        if trace.live is None:
+            yield host.request(hashes)
+        else:
+            found = host.lookup(hashes)
+            there = int(trace.live.hits[number])
+            if found < there:  # the engine has loaded these, and would have computed and stored them
+                host.store(hashes[:there])
+            yield found
+            _store_after(host, trace, number)
+        if (number + 1) % TELL_EVERY == 0:
             progress(TELL_EVERY)
     progress(trace.requests % TELL_EVERY)
+
+
+def _store_after(host: SimulatedHost, trace: Trace, request: int) -> None:
+    """Stores what engines stored between this request and the next; -1: before the first."""
+    live = trace.live
+    if live is None:
+        return
+    first, end = np.searchsorted(live.after, (request, request + 1)).tolist()
+    for _, chains in itertools.groupby(range(first, end), lambda chain: int(live.store[chain])):
+        together: list[tuple[Hashes, Hashes | None]] = []
+        for chain in chains:
+            blocks, previous = trace.tail(int(live.leaf[chain]), int(live.count[chain]))
+            before = hashes_of(np.array([previous])) if live.behind[chain] and previous != NO_PARENT else None
+            together.append((hashes_of(blocks), before))
+        if sum(len(blocks) for blocks, _ in together) <= host.store_blocks_max:
+            host.store_together(together)
+        else:
+            for hashes, before in together:
+                host.store(hashes, before)

@@ -29,6 +29,25 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class LiveCourse:
+    """What a daemon has answered to the requests of a trace that was recorded, and what engines stored."""
+
+    hits: I64
+    """By request: how many of its first blocks were hits."""
+    after: I64
+    """By chain of blocks that were stored, in the order of the stores: the number of the latest request
+    before it; -1 if there was none."""
+    store: I64
+    """By chain: the number of its store. Those of one store are side by side."""
+    leaf: I64
+    """By chain: its last block."""
+    count: I64
+    """By chain: how many blocks were stored, which are the last ones of the path to `leaf`."""
+    behind: npt.NDArray[np.bool_]
+    """By chain: whether the store has said which block comes before them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """Requests as paths in a tree of blocks. Arrays are parallel by block, or by request."""
 
@@ -42,6 +61,10 @@ class Trace:
     """By request: its tokens. The last block may be partial."""
     arrival_s: npt.NDArray[np.float64]
     """By request, from the first one on; never falls."""
+    block_bytes: int | None = None
+    """What a block takes, if the trace says it."""
+    live: LiveCourse | None = None
+    """Of a trace that was recorded; of others, each request's blocks are stored when it was answered."""
 
     @property
     def blocks(self) -> int:
@@ -60,6 +83,34 @@ class Trace:
             found.append(block)
             block = int(self.parent[block])
         return np.array(found[::-1], np.int64)
+
+    def tail(self, leaf: int, count: int) -> tuple[I64, int]:
+        """The last blocks of the path to a block, and the block before them (-1: none)."""
+        found: list[int] = []
+        block = leaf
+        while len(found) < count and block != NO_PARENT:
+            found.append(block)
+            block = int(self.parent[block])
+        return np.array(found[::-1], np.int64), block
+
+    def generated(self) -> dict[int, I64]:
+        """Blocks that were stored before anybody asked for them, as those of an answer are: by the number of
+        the latest request before."""
+        if self.live is None:
+            return {}
+        first_asked = np.full(self.blocks, self.requests, np.int64)
+        for request, path in enumerate(self.paths()):
+            new = path[first_asked[path] == self.requests]
+            first_asked[new] = request
+        found: dict[int, list[int]] = {}
+        known: set[int] = set()
+        columns = (self.live.after, self.live.leaf, self.live.count)
+        for after, leaf, count in zip(*(column.tolist() for column in columns), strict=True):
+            for block in self.tail(leaf, count)[0].tolist():
+                if first_asked[block] > after and block not in known:
+                    known.add(block)
+                    found.setdefault(max(after, 0), []).append(block)
+        return {request: np.array(blocks, np.int64) for request, blocks in found.items()}
 
     def paths(self) -> Iterator[I64]:
         """Those of all requests, in their order."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import grpc
 import pytest
 from kvtier import Namespace
+from kvtier.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.integration.client.conftest import Connect
 from tests.support.daemon import DaemonHost, until
@@ -106,3 +108,16 @@ def test_what_is_evicted_is_known_no_longer(socket_dir: Path, shm_dir: Path, con
         for value in hashes:
             assert plain.known_run([value]) == plain.lookup([value]).hits
     small.stop()
+
+
+def test_while_somebody_records_nothing_is_known_without_asking(
+    shared_host: DaemonHost, connect_to: Connect
+) -> None:
+    """Otherwise requests that miss would be missing in the recording."""
+    plain = indexed(connect_to(shared_host))
+    with grpc.insecure_channel(f"unix:{shared_host.socket}") as channel:
+        call = admin_pb2_grpc.AdminStub(channel).Record(admin_pb2.RecordRequest(), timeout=60)
+        next(call)
+        assert plain.client.known_run(OTHER) is None
+        call.cancel()
+        until(lambda: plain.client.known_run(OTHER) == 0, "it can be relied on again")

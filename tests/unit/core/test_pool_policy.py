@@ -13,6 +13,7 @@ from kvtierd.core.stimuli import (
     PoolPolicy,
     PublishPage,
     Reconfigure,
+    ShowLookups,
     SubmittedChain,
     TouchBlocks,
 )
@@ -171,6 +172,22 @@ def test_clients_ask_about_everything_while_reuse_is_learnt() -> None:
     policy(host, PoolPolicy.LRU)
     assert relied_on(before)
     assert relied_on(later)
+
+
+def test_pages_do_not_spare_lookups_that_somebody_wants_to_see() -> None:
+    host = Host(NativeTable)
+    page = FakePage(64, plain=False)
+    host.do(PublishPage(host.instance().scheduler, 0, page.page))
+    host.do(ShowLookups(every=True))
+    assert not relied_on(page)
+    policy(host, PoolPolicy.REUSE)
+    policy(host, PoolPolicy.LRU)
+    assert not relied_on(page)
+    policy(host, PoolPolicy.REUSE)
+    host.do(ShowLookups(every=False))
+    assert not relied_on(page)
+    policy(host, PoolPolicy.LRU)
+    assert relied_on(page)
 
 
 @pytest.mark.parametrize("exact", [False, True])
