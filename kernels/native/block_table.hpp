@@ -91,6 +91,13 @@ class BlockTable {
     // all are.
     std::size_t admitted(std::uint16_t domain, Entries entries, std::size_t free) const;
     bool ranks() const { return order_ != nullptr; }
+    // What was learnt of reuse; null without ranks.
+    ReuseOrder* order() { return order_.get(); }
+    // A hash of a block's name that only this table can compute, and its entry or kNoEntry.
+    std::uint64_t key(std::uint32_t space, const std::uint8_t* hash) const { return key_hash_.wide(space, hash); }
+    std::uint32_t find(std::uint32_t space, const std::uint8_t* hash) const {
+        return index_.find(key_hash_(space, hash), [&](std::uint32_t id) { return same(id, space, hash); });
+    }
     // Begins to rank, with nothing learnt; blocks that are there count as asked for once, the least recent first. Or stops.
     void rank(std::size_t history_blocks);
     void stop_ranking() { order_.reset(); }

@@ -55,6 +55,32 @@ class IndexPage:
         self.is_complete = False
 
 
+class NoShadow:
+    """Sees nothing, and says that it has seen nothing."""
+
+    def begin(self, capacity_bytes: float, skipped_bytes: float) -> None:
+        pass
+
+    def resize(self, capacity_bytes: float) -> None:
+        pass
+
+    def asked(self, space: int, hashes: U8, block_bytes: int, hits: int) -> None:
+        pass
+
+    def stored(self, space: int, hashes: U8, block_bytes: int) -> None:
+        pass
+
+    def spared(self, blocks: int, block_bytes: int) -> None:
+        pass
+
+    def fade(self, kept: float) -> None:
+        pass
+
+    def stats(self) -> dict[str, float]:
+        names = ("asked", "hit", "missed_half", "missed_now", "missed_twice", "sampled", "blocks", "bytes")
+        return dict.fromkeys(names, 0.0) | {"share": 1.0}
+
+
 class HoldCounts:
     """Who holds which entries, as counts."""
 
@@ -350,6 +376,9 @@ class BlockTable:
         return np.array([self.generation[entry] for entry in entries.tolist()], np.uint32)
 
     # --- the whole ---
+
+    def shadow(self, blocks: int) -> NoShadow:
+        return NoShadow()
 
     def hold_counts(self) -> HoldCounts:
         return HoldCounts(self.capacity)

@@ -149,11 +149,13 @@ class Machine:
         assert not core.instances, "recovery comes before any session"
         core.recovered = True
         recover(core.blocks, stimulus)
+        core.shadow.begin()
         self.tier.host_recovered()
 
     def _populated(self, stimulus: stimuli.PoolPopulated) -> None:
         slots = self.core.blocks.slots
         slots.populated(stimulus.extents)
+        self.core.shadow.resize()
         if stimulus.complete and slots.extents_coming:
             slots.no_more()
             self._instances.tell_all()  # they were told what fits the pool as it was to be
@@ -181,7 +183,10 @@ class Machine:
         self._keep_by(stimulus.policy)
 
     def _keep_by(self, policy: stimuli.PoolPolicy) -> None:
-        self.core.blocks.keep_by(policy)
+        blocks, ranked = self.core.blocks, self.core.blocks.ranks
+        blocks.keep_by(policy)
+        if blocks.ranks != ranked:
+            self.core.shadow.begin()
         # What is learnt of reuse is learnt from lookups, also from those that find nothing.
         self.core.pages.spare(policy is not stimuli.PoolPolicy.REUSE)
 
@@ -192,6 +197,7 @@ class Machine:
         self._sampler.tick()
         self.tier.tick()
         self.core.pages.tick()
+        self.core.shadow.tick(self.core.now_s)
 
     # --- index pages ---
 
@@ -324,6 +330,7 @@ class Machine:
             ),
             counters=copy.copy(core.tally),
             draining=core.draining,
+            shadow=core.shadow.status(),
             disks=tuple(disk.status(self._clock()) for disk in core.disks.all),
             tenants=tenants_status(core),
         )
