@@ -102,7 +102,7 @@ class PoolShadow:
 
     def stored(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8], block_bytes: int) -> None:
         """
-        Blocks are about to be stored, those of a prompt in their order. Comes before `BlockTable.insert`.
+        Blocks of one prompt, which follow each other in it, are about to be stored. Comes before `BlockTable.insert`.
         """
 
     def spared(self, blocks: int, block_bytes: int) -> None:

@@ -59,7 +59,7 @@ void register_shadow(nb::module_& module) {
              "the pool had the first `hits`. Comes after `BlockTable.asked` of the same prompt.")
         .def("stored", &stored, "space"_a, "hashes"_a, "block_bytes"_a,
              nb::sig("def stored(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8], block_bytes: int) -> None"),
-             "Blocks are about to be stored, those of a prompt in their order. Comes before `BlockTable.insert`.")
+             "Blocks of one prompt, which follow each other in it, are about to be stored. Comes before `BlockTable.insert`.")
         .def("spared", &S::spared, "blocks"_a, "block_bytes"_a,
              "So many blocks were asked for without a message, because clients knew that the pool did not have them.")
         .def("fade", &S::fade, "kept"_a, "From now on, what was counted before weighs only so much of what it did.")

@@ -123,14 +123,16 @@ void PoolShadow::stored(std::uint32_t space, std::span<const std::uint8_t> hashe
         for (const std::unique_ptr<ReuseShadow>& cache : by_reuse_) cache->stored(order, known_, block_bytes);
         return;
     }
+    // Had they been asked for, the first of them would be in all caches. If it is not, their prompt was spared.
+    const std::uint32_t first = sample_.empty() ? kNoEntry : by_recency_->find(sample_.front().key);
+    const bool was_spared = first == kNoEntry || by_recency_->size_of(first) > kPresent;
     std::size_t spared_hits = 0;
     for (std::size_t i = sample_.size(); i-- > 0;) {
         const std::uint32_t id = by_recency_->find(sample_[i].key);
         if (id == kNoEntry) {
             by_recency_->put(sample_[i].key, block_bytes);
         } else {
-            // Had it been asked for, it would be in all of them. So it is of a prompt that was spared.
-            spared_hits += by_recency_->size_of(id) > kPresent;
+            spared_hits += was_spared && by_recency_->size_of(id) > kPresent;
             by_recency_->touch(id);
         }
     }

@@ -41,7 +41,7 @@ class PoolShadow {
     // A prompt of these blocks, from its first on, was asked for, of which the pool had the first `hits`. To be called after
     // BlockTable::asked.
     void asked(std::uint32_t space, std::span<const std::uint8_t> hashes, std::uint64_t block_bytes, std::size_t hits);
-    // Blocks are about to be stored, in the order of their prompt.
+    // Blocks of one prompt are about to be stored, in their order.
     void stored(std::uint32_t space, std::span<const std::uint8_t> hashes, std::uint64_t block_bytes);
     // So many blocks were asked for without a message, because clients knew that the pool did not have them.
     void spared(std::size_t blocks, std::uint64_t block_bytes);

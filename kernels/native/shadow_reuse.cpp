@@ -7,8 +7,8 @@ namespace kvtier {
 
 namespace {
 
-// Blocks that are looked at again with each block that is asked for.
-constexpr std::size_t kLooks = 4;
+// Blocks that are looked at again with each block of the sample that is asked for.
+constexpr std::size_t kLooks = 1;
 // Blocks whose worth has grown before one is found that goes.
 constexpr int kTries = 8;
 

@@ -89,7 +89,8 @@ class PoolShadow(Protocol):
         ...
 
     def stored(self, space: int, hashes: Hashes, block_bytes: int) -> None:
-        """Blocks are about to be stored, those of a prompt in their order."""
+        """Blocks of one prompt, which follow each other in it, are about to be stored. Comes before
+        `insert`."""
         ...
 
     def spared(self, blocks: int, block_bytes: int) -> None:

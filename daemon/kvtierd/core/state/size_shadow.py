@@ -9,7 +9,7 @@ from kvtierd.core.state.entities import GroupPlan
 from kvtierd.core.status import ShadowStatus
 from kvtierd.core.stimuli import SubmittedChain
 
-SHADOW_BLOCKS = 16_384
+SHADOW_BLOCKS = 8_192
 """How many blocks the shadow follows at most, for one size."""
 SAMPLED_MIN = 1_000
 """Blocks of its sample that must have been asked for before it says anything."""
@@ -48,13 +48,13 @@ class SizeShadow:
         if not plan.by_prefix:
             return
         block_bytes = plan.domain.pool_bytes or self._measured(plan.domain)
-        if not self._blocks.ranks or len(chains) < 2:
+        if len(chains) < 2:
             self.native.stored(plan.space, hashes, block_bytes)
             return
-        first = 0
-        for chain in chains:
-            self.native.stored(plan.space, hashes[first : first + chain.blocks], block_bytes)
-            first += chain.blocks
+        end = len(hashes)
+        for chain in reversed(chains):  # the first of a store becomes the most recent
+            self.native.stored(plan.space, hashes[end - chain.blocks : end], block_bytes)
+            end -= chain.blocks
 
     def spared(self, plans: Sequence[GroupPlan], hashes: int) -> None:
         """Clients did not ask for so many blocks of these groups, because index pages showed that they are
