@@ -19,6 +19,26 @@ void RecencyShadow::link(std::uint32_t id, unsigned size) {
     held_[size] += static_cast<double>(node.bytes);
 }
 
+void RecencyShadow::link_oldest(std::uint32_t id, unsigned size) {
+    Node& node = nodes_[id];
+    node.size = size;
+    node.older = kNoEntry;
+    node.newer = oldest_[size];
+    (node.newer != kNoEntry ? nodes_[node.newer].older : newest_[size]) = id;
+    oldest_[size] = id;
+    held_[size] += static_cast<double>(node.bytes);
+}
+
+void RecencyShadow::resize(const std::array<double, kShadowSizes>& limits) {
+    limits_ = limits;
+    for (unsigned size = 1; size < kShadowSizes; ++size)
+        for (std::uint32_t id; (id = newest_[size]) != kNoEntry;) {
+            unlink(id);
+            link_oldest(id, 0);
+        }
+    settle();
+}
+
 void RecencyShadow::touch(std::uint32_t id) {
     unlink(id);
     link(id, 0);

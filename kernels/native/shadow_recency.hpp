@@ -25,10 +25,7 @@ class RecencyShadow {
         keep([](std::uint64_t) { return false; });
     }
     // The bytes of the caches, the smallest first. What does not fit any more goes.
-    void resize(const std::array<double, kShadowSizes>& limits) {
-        limits_ = limits;
-        settle();
-    }
+    void resize(const std::array<double, kShadowSizes>& limits);
 
     // kNoEntry if no cache has the block.
     std::uint32_t find(std::uint64_t key) const {
@@ -66,6 +63,7 @@ class RecencyShadow {
     static std::uint32_t tag(std::uint64_t key) { return static_cast<std::uint32_t>(key >> 32); }
     void unlink(std::uint32_t id);
     void link(std::uint32_t id, unsigned size);
+    void link_oldest(std::uint32_t id, unsigned size);
     void erase(std::uint32_t id);
 
     std::vector<Node> nodes_;

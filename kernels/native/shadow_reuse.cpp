@@ -9,8 +9,6 @@ namespace {
 
 // Blocks that are looked at again with each block of the sample that is asked for.
 constexpr std::size_t kLooks = 1;
-// Blocks whose worth has grown before one is found that goes.
-constexpr int kTries = 8;
 
 }  // namespace
 
@@ -65,12 +63,11 @@ void ReuseShadow::rank_anew(const ReuseOrder& order, std::uint32_t id) {
 
 // The block that goes next; kNoEntry if none may.
 std::uint32_t ReuseShadow::victim(const ReuseOrder& order) {
-    for (int tries = 0;; ++tries) {
+    for (;;) {  // each block comes to its place at the first try
         const auto word = std::find_if(filled_.begin(), filled_.end(), [](std::uint64_t bits) { return bits != 0; });
         if (word == filled_.end()) return kNoEntry;
         const auto bucket = static_cast<std::uint32_t>(word - filled_.begin()) * 64 + static_cast<std::uint32_t>(std::countr_zero(*word));
         const std::uint32_t id = first_[bucket];
-        if (tries == kTries) return id;
         rank_anew(order, id);
         if (nodes_[id].bucket <= bucket) return id;
     }

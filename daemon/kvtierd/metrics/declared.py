@@ -168,11 +168,11 @@ DECLARED = (
     ),
     _gauge(
         "kvtier_shadow_hit_rate",
-        "Share of looked-up blocks that half, now (once) and twice of the pool would have hit, estimated from a "
-        "sample, and what it hit of the same blocks (actual). What is an hour old weighs half. Absent until "
-        "enough was seen.",
-        "Whether more memory would hit more, and less would do: compare half and twice with now, and now with "
-        "actual to see how good the estimate is.",
+        "Share of looked-up blocks that half, once (now) and twice of the pool would have hit, by a sample, "
+        "and what it hit of the same blocks (actual). What is an hour old weighs half. Absent until enough "
+        "was seen.",
+        "Whether more memory would hit more, and less would do: compare half and twice with now, and now "
+        "with actual to see how good the estimate is.",
         labels=("pool",),
     ),
     _counter(

@@ -1,5 +1,5 @@
-"""What half and twice of a pool would hit: by recency exactly what such pools do hit as long as all blocks are
-followed, and close to it where only a sample is."""
+"""What half and twice of a pool would hit: by recency exactly what such pools do hit as long as all blocks
+are followed, and close to it where only a sample is."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_by_recency_it_is_exact_while_it_follows_all_blocks(
 
 
 def conversations(count: int, seed: int) -> list[Prompt]:
-    """Prompts that grow, of conversations some of which are often continued, and ones that never come again."""
+    """Conversations that grow, some of them often continued, and prompts that never come again."""
     random = np.random.default_rng(seed)
     lengths: dict[int, int] = {}
     found = []

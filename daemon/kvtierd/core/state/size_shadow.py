@@ -91,5 +91,10 @@ class SizeShadow:
         )
 
     def _measured(self, domain: Domain) -> int:
-        domain.pool_bytes = self._blocks.geometry.taken_by(domain.per_size)
+        """An extent's bytes by its slots, rounded down: so a pool has room for as many as it has slots."""
+        geometry = self._blocks.geometry
+        domain.pool_bytes = sum(
+            count * (geometry.extent_bytes // geometry.slots_per_extent(slot_bytes))
+            for slot_bytes, count in domain.per_size
+        )
         return domain.pool_bytes
