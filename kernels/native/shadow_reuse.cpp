@@ -8,7 +8,7 @@ namespace kvtier {
 namespace {
 
 // Blocks that are looked at again with each block of the sample that is asked for.
-constexpr std::size_t kLooks = 1;
+constexpr std::size_t kLooks = 2;
 
 }  // namespace
 
@@ -88,12 +88,35 @@ void ReuseShadow::erase(std::uint32_t id) {
     --count_;
 }
 
-void ReuseShadow::count_children() {
-    for (std::uint32_t id = 0; id < used_; ++id) nodes_[id].children = 0;
-    for (std::uint32_t id = 0; id < used_; ++id)
-        if (const Node& node = nodes_[id]; node.live && node.parent != kNoEntry) ++nodes_[node.parent].children;
-    for (std::uint32_t id = 0; id < used_; ++id)  // it is ranked when it is to go
-        if (const Node& node = nodes_[id]; node.live && node.children == 0 && node.bucket == kNowhere) into_bucket(id, 0);
+std::uint32_t ReuseShadow::add(const Node& node) {
+    std::uint32_t id = free_;
+    if (id != kNoEntry)
+        free_ = nodes_[id].after;
+    else
+        id = used_++;
+    nodes_[id] = node;
+    index_.insert(tag(node.key), id);
+    held_ += static_cast<double>(node.bytes);
+    ++count_;
+    return id;
+}
+
+// Each block goes to its place, if it has one, and is forgotten otherwise. Parents of those that stay must stay.
+void ReuseShadow::move_together(std::span<const std::uint32_t> place) {
+    std::vector<Node> kept;
+    for (std::size_t id = 0; id < place.size(); ++id)
+        if (place[id] != kNoEntry) kept.push_back(nodes_[id]);
+    clear();
+    for (Node& node : kept) {
+        node.children = 0;
+        node.bucket = kNowhere;
+        if (node.parent != kNoEntry) node.parent = place[node.parent];
+        add(node);
+    }
+    for (const Node& node : kept)
+        if (node.parent != kNoEntry) ++nodes_[node.parent].children;
+    for (std::uint32_t id = 0; id < used_; ++id)  // they are ranked when one is to go
+        if (nodes_[id].children == 0) into_bucket(id, 0);
 }
 
 bool ReuseShadow::make_room(const ReuseOrder& order, std::uint64_t block_bytes, float worth_of_new) {
@@ -130,15 +153,7 @@ void ReuseShadow::take_in(const ReuseOrder& order, std::span<const ShadowBlock> 
         std::uint32_t id = find(block.key);
         if (id == kNoEntry) {
             if (!make_room(order, block_bytes, order.worth(block.of_class, 0))) break;
-            id = free_;
-            if (id != kNoEntry)
-                free_ = nodes_[id].after;
-            else
-                id = used_++;
-            nodes_[id] = {block.key, block_bytes, last, 0, kNoEntry, kNoEntry, order.now(), block.of_class, kNowhere, true};
-            index_.insert(tag(block.key), id);
-            held_ += static_cast<double>(block_bytes);
-            ++count_;
+            id = add({block.key, block_bytes, last, 0, kNoEntry, kNoEntry, order.now(), block.of_class, kNowhere, true});
             if (last != kNoEntry) ++nodes_[last].children;
         } else if (last != kNoEntry && nodes_[last].children == 0) {
             rank_anew(order, last);

@@ -37,17 +37,19 @@ class ReuseShadow {
 
     std::size_t room() const { return nodes_.size() - count_; }
     std::size_t size() const { return count_; }
-    // Forgets all blocks for whose key this does not hold.
+    // Forgets all blocks for whose key this does not hold. The others move together, so that all are looked at as often.
     template <class Stays>
     void keep(Stays stays) {
+        std::vector<std::uint32_t> place(used_, kNoEntry);
+        std::uint32_t kept = 0;
         for (std::uint32_t id = 0; id < used_; ++id)
-            if (nodes_[id].live && stays(nodes_[id].key)) {
-                std::uint32_t& parent = nodes_[id].parent;
-                while (parent != kNoEntry && !stays(nodes_[parent].key)) parent = nodes_[parent].parent;
-            }
-        for (std::uint32_t id = 0; id < used_; ++id)
-            if (nodes_[id].live && !stays(nodes_[id].key)) erase(id);
-        count_children();
+            if (nodes_[id].live && stays(nodes_[id].key)) place[id] = kept++;
+        for (std::uint32_t id = 0; id < used_; ++id) {
+            std::uint32_t& parent = nodes_[id].parent;
+            if (place[id] != kNoEntry)
+                while (parent != kNoEntry && place[parent] == kNoEntry) parent = nodes_[parent].parent;
+        }
+        move_together(place);
     }
     std::size_t bytes() const { return nodes_.capacity() * sizeof(Node) + index_.bytes(); }
 
@@ -82,7 +84,8 @@ class ReuseShadow {
     void rank_anew(const ReuseOrder& order, std::uint32_t id);
     void leave_parent(std::uint32_t id);
     void erase(std::uint32_t id);
-    void count_children();
+    void move_together(std::span<const std::uint32_t> place);
+    std::uint32_t add(const Node& node);
 
     std::vector<Node> nodes_;
     KeyIndex index_;
