@@ -185,10 +185,12 @@ std::size_t ReuseShadow::asked(const ReuseOrder& order, std::span<const ShadowBl
         }
         nodes_[id].touched = order.now();
         nodes_[id].of_class = block.of_class;
-        if (nodes_[id].bucket != kNowhere) rank_anew(order, id);
-        if (!runs) continue;
-        ++hits;
-        last = id;
+        if (runs) {
+            ++hits;
+            last = id;
+        } else if (nodes_[id].bucket != kNowhere) {
+            rank_anew(order, id);
+        }
     }
     take_in(order, prompt.subspan(hits), block_bytes, last);
     return hits;
