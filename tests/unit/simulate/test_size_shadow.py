@@ -17,7 +17,7 @@ def prompts() -> list[I64]:
     random = np.random.default_rng(5)
     lengths: dict[int, int] = {}
     found = []
-    for number in range(2_500):
+    for number in range(2_000):
         if random.random() < 0.3:
             found.append(np.arange(30) + (1 << 40) + 100 * number)
             continue
