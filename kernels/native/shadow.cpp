@@ -15,7 +15,8 @@ void PoolShadow::make_caches() {
     if (table_.order() != nullptr) {
         by_recency_.reset();
         if (!by_reuse_.empty()) return;
-        for (unsigned size = 0; size < kShadowSizes; ++size) by_reuse_.push_back(std::make_unique<ReuseShadow>(blocks_));
+        // A block takes more time to follow by reuse, so fewer are.
+        for (unsigned size = 0; size < kShadowSizes; ++size) by_reuse_.push_back(std::make_unique<ReuseShadow>(blocks_ * 5 / 8));
     } else {
         by_reuse_.clear();
         if (!by_recency_) by_recency_ = std::make_unique<RecencyShadow>(blocks_);

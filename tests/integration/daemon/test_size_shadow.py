@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvtierd.core.blocks.blocks import HISTORY_PART, REMEMBERED_BYTES
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.simulate.host import SimulatedHost, hashes_of
 
@@ -37,9 +38,10 @@ def test_the_estimate_is_what_was_hit(start: Start, connect: Connect, tmp_path: 
     assert not shadow_of(daemon)["known"]
     assert not any(name.startswith("kvtier_shadow_hit_rate") for name in daemon.metrics())
     capacity = POOL.extents * POOL.slots_per_extent(FRAGMENT)
+    history = POOL.capacity_bytes // HISTORY_PART // REMEMBERED_BYTES
     others = {
-        "half": SimulatedHost(capacity // 2, ranks=policy == "reuse"),
-        "twice": SimulatedHost(2 * capacity, ranks=policy == "reuse"),
+        "half": SimulatedHost(capacity // 2, ranks=policy == "reuse", history_blocks=history // 2),
+        "twice": SimulatedHost(2 * capacity, ranks=policy == "reuse", history_blocks=2 * history),
     }
     hits = dict.fromkeys(["actual", *others], 0)
     blocks = 0
