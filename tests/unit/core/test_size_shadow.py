@@ -26,8 +26,8 @@ def _says_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(size_shadow, "SAMPLED_MIN", 1)
 
 
-def ready(**options: int) -> tuple[Host, Instance]:
-    host = Host(NativeTable, **options)
+def ready(populated: int | None = None) -> tuple[Host, Instance]:
+    host = Host(NativeTable, populated=populated)
     return host, host.instance()
 
 
