@@ -35,6 +35,7 @@ void PoolShadow::begin(double capacity_bytes, double skipped_bytes) {
 }
 
 void PoolShadow::resize(double capacity_bytes) {
+    if (outdated()) return begin(capacity_bytes, 2 * capacity_bytes);
     capacity_bytes_ = capacity_bytes;
     counted_ = {};
     set_limits();
@@ -63,8 +64,7 @@ void PoolShadow::thin_out() {
 
 // The sample of a batch, for which there is room.
 void PoolShadow::sample(std::uint32_t space, std::span<const std::uint8_t> hashes) {
-    // The table has begun to go by the other policy, or this has not begun.
-    if (!by_recency_ == (table_.order() == nullptr)) begin(capacity_bytes_, 2 * capacity_bytes_);
+    if (outdated()) begin(capacity_bytes_, 2 * capacity_bytes_);
     sample_.clear();
     const std::size_t n = hashes.size() / kHashBytes;
     for (std::size_t i = 0; i < n; ++i)

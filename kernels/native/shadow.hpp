@@ -30,8 +30,8 @@ class PoolShadow {
         std::size_t blocks, bytes;
     };
 
-    // Follows at most so many blocks for each size.
-    PoolShadow(BlockTable& table, std::size_t blocks) : table_(table), blocks_(blocks < 64 ? 64 : blocks) {}
+    // Follows at most so many blocks for each size, of a pool that has none yet.
+    PoolShadow(BlockTable& table, std::size_t blocks) : table_(table), blocks_(blocks < 64 ? 64 : blocks) { begin(0, 0); }
 
     // Begins anew for a pool of so many bytes. Nothing is counted until the table was asked for `skipped_bytes` of blocks.
     void begin(double capacity_bytes, double skipped_bytes);
@@ -54,6 +54,8 @@ class PoolShadow {
     bool in_sample(std::uint64_t key) const { return static_cast<std::uint32_t>(key) < threshold_; }
     void sample(std::uint32_t space, std::span<const std::uint8_t> hashes);
     std::size_t room() const;
+    // Whether the table goes by another policy than it did.
+    bool outdated() const { return (by_recency_ != nullptr) == (table_.order() != nullptr); }
     void make_caches();
     void set_limits();
     void thin_out();

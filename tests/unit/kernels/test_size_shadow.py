@@ -155,6 +155,25 @@ def test_blocks_count_by_their_bytes() -> None:
     assert [stats[size] for size in SIZES] == [3, 2, 0]
 
 
+@pytest.mark.parametrize("ranks", [False, True])
+def test_of_a_pool_of_which_nothing_is_known_everything_is_missed(ranks: bool) -> None:
+    table = BlockTable(64, 1 << 10, seed=1, ranks=ranks)
+    shadow = table.shadow(100)
+    for _ in range(2):
+        table.asked(SPACE, DOMAIN, hashes([1, 2]))
+        shadow.asked(SPACE, hashes([1, 2]), BLOCK_BYTES, 0)
+        shadow.stored(SPACE, hashes([1, 2]), BLOCK_BYTES)
+    assert [shadow.stats()[size] for size in SIZES] == [4, 4, 4]
+
+
+def test_a_pool_gets_another_size_after_its_table_has_stopped_to_rank() -> None:
+    table = BlockTable(64, 1 << 10, seed=1, ranks=True)
+    shadow = table.shadow(100)
+    table.stop_ranking()
+    shadow.resize(10 * BLOCK_BYTES)
+    assert shadow.stats()["asked"] == 0
+
+
 def test_a_table_that_begins_to_rank_begins_anew() -> None:
     table = BlockTable(64, 1 << 10, seed=1)
     shadow = table.shadow(100)
