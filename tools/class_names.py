@@ -22,6 +22,7 @@ ALLOWED = {
     "BlockTable": PROTOCOL,
     "HoldCounts": PROTOCOL,
     "IndexPage": PROTOCOL,
+    "PoolShadow": PROTOCOL,
     "Client": "kvtier.aio.Client is to be AsyncClient.",
     "LookupCall": "kvtier.aio.LookupCall is to be AsyncLookupCall.",
     "Transfer": "kvtier.aio.Transfer is to be AsyncTransfer.",

@@ -78,6 +78,51 @@ class HoldCounts:
     def of(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint32]:
         """How many holders each entry has."""
 
+class PoolShadow:
+    """
+    What a pool would hit if it had half or twice its size, and as it is, under the policy by which its block table
+    goes; made by `BlockTable.shadow`. It follows a sample of the blocks, which gets smaller where blocks are more
+    than it can follow. `hashes` have shape (n, 32). It has one writer, the table's.
+    """
+
+    def begin(self, capacity_bytes: float, skipped_bytes: float) -> None:
+        """
+        Begins anew for a pool of so many bytes. What is asked for is not counted until blocks of `skipped_bytes` were:
+        so long the pool may have blocks that this has not seen.
+        """
+
+    def resize(self, capacity_bytes: float) -> None:
+        """The pool has so many bytes from now on. What was counted is forgotten."""
+
+    def asked(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8], block_bytes: int, hits: int) -> None:
+        """
+        A prompt of these blocks, each of which takes `block_bytes` of the pool, was asked for, from its first block on, and
+        the pool had the first `hits`. Comes after `BlockTable.asked` of the same prompt.
+        """
+
+    def stored(self, space: int, hashes: numpy.typing.NDArray[numpy.uint8], block_bytes: int) -> None:
+        """
+        Blocks of one prompt, which follow each other in it, are about to be stored. Comes before `BlockTable.insert`.
+        """
+
+    def spared(self, blocks: int, block_bytes: int) -> None:
+        """
+        So many blocks were asked for without a message, because clients knew that the pool did not have them.
+        """
+
+    def fade(self, kept: float) -> None:
+        """
+        From now on, what was counted before weighs only so much of what it did.
+        """
+
+    def stats(self) -> dict[str, float]:
+        """
+        How many blocks were `asked` for, how many of them the pool has `hit`, and what half of it, the pool as it is, and
+        twice of it would have missed by the sample: `missed_half`, `missed_now`, `missed_twice`. Of those asked for,
+        `sampled` were in the sample, to which the `share` of all blocks belongs now. It follows so many `blocks` for one
+        size at most, and takes `bytes`.
+        """
+
 NO_ENTRY: int = 4294967295
 
 NO_SLOT: int = 0
@@ -297,6 +342,12 @@ class BlockTable:
     def hold_counts(self) -> HoldCounts:
         """
         New counts of holders for this table's entries, all zero. Their memory is used only as entries are held.
+        """
+
+    def shadow(self, blocks: int) -> PoolShadow:
+        """
+        What half and twice of a pool would hit that holds this table's blocks, from a sample of at most so many blocks.
+        It has the same writer as the table.
         """
 
     def count(self, space: int) -> int:

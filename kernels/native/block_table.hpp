@@ -98,6 +98,13 @@ class BlockTable {
     // The same for entries of the table above.
     std::size_t admitted_of(std::uint16_t domain, const BlockTable& above, Entries entries, std::size_t free) const;
     bool ranks() const { return order_ != nullptr; }
+    // What was learnt of reuse; null without ranks.
+    ReuseOrder* order() { return order_.get(); }
+    // A hash of a block's name that only this table can compute, and its entry or kNoEntry.
+    std::uint64_t key(std::uint32_t space, const std::uint8_t* hash) const { return key_hash_.wide(space, hash); }
+    std::uint32_t find(std::uint32_t space, const std::uint8_t* hash) const {
+        return index_.find(key_hash_(space, hash), [&](std::uint32_t id) { return same(id, space, hash); });
+    }
     // Begins to rank, with nothing learnt; blocks that are there count as asked for once, the least recent first. Or stops.
     void rank(std::size_t history_blocks);
     // The same, by what the table above learns.

@@ -6,7 +6,8 @@ NB_MODULE(_native, module) {
     nanobind::set_leak_warnings(false);
     kvtier::register_index_page(module);
     kvtier::register_hold_counts(module);
-    kvtier::register_block_table(module);  // takes IndexPage, makes HoldCounts
+    kvtier::register_shadow(module);
+    kvtier::register_block_table(module);  // takes IndexPage, makes HoldCounts and PoolShadow
     kvtier::register_checksum(module);
     kvtier::register_copy_plan(module);
     kvtier::register_device_plan(module);

@@ -13,6 +13,7 @@ void register_driver_loops(nanobind::module_& module);
 void register_hold_counts(nanobind::module_& module);
 void register_index_page(nanobind::module_& module);
 void register_pool(nanobind::module_& module);
+void register_shadow(nanobind::module_& module);
 void register_slab_io(nanobind::module_& module);
 void register_words(nanobind::module_& module);
 

@@ -18,6 +18,7 @@
 #include "hold_counts.hpp"
 #include "one_caller.hpp"
 #include "register.hpp"
+#include "shadow.hpp"
 #include "shared_index_page.hpp"
 
 namespace kvtier {
@@ -463,6 +464,12 @@ void register_block_table(nb::module_& module) {
                  return std::make_unique<HoldCounts>(Table(guarded)->stats().capacity);
              },
              "New counts of holders for this table's entries, all zero. Their memory is used only as entries are held.")
+        .def("shadow", [](GuardedTable& guarded, std::size_t blocks) {
+                 return std::make_unique<PoolShadow>(*Table(guarded), blocks);
+             },
+             "blocks"_a, nb::keep_alive<0, 1>(),
+             "What half and twice of a pool would hit that holds this table's blocks, from a sample of at most so many blocks.\n"
+             "It has the same writer as the table.")
         .def("count", [](GuardedTable& guarded, std::uint32_t space) { return Table(guarded)->count(space); }, "space"_a,
              "Number of blocks of a space, in whatever state.")
         .def("entries_of", &entries_of, "space"_a,

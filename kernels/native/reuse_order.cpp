@@ -219,8 +219,12 @@ void ReuseOrder::created(std::uint32_t id, std::uint64_t key) {
         block.gap = ghost->gap;
         ghost->touches = 0;
     } else {
-        block.of_class = ReuseStatistics::class_of(1, false, kSomewhere, kMany, ReuseStatistics::kNoGap);
+        block.of_class = class_of_new();
     }
+}
+
+std::uint16_t ReuseOrder::class_of_new() {
+    return ReuseStatistics::class_of(1, false, kSomewhere, kMany, ReuseStatistics::kNoGap);
 }
 
 void ReuseOrder::removed(std::uint32_t id, std::uint64_t key, std::uint16_t domain) {

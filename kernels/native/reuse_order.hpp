@@ -71,6 +71,18 @@ class ReuseOrder {
     // that `of` orders: this one, or the one above.
     std::size_t admitted(std::uint16_t domain, const ReuseOrder& of, Ids entries, std::size_t free) const;
 
+    // For caches of other sizes, which learn nothing by themselves: the class of a block that was asked for, kUnknown if that is
+    // not remembered, or of one that nobody has asked for; and what a block is worth at some age.
+    static constexpr std::uint16_t kUnknown = 0xffff;
+    std::uint16_t known_class(std::uint32_t id, std::uint64_t key) {
+        if (id != kNoEntry) return class_of(id);
+        const Remembered* const ghost = learnt_->history.find(key);
+        return ghost != nullptr ? ghost->of_class : kUnknown;
+    }
+    static std::uint16_t class_of_new();
+    float worth(std::uint16_t of_class, std::uint32_t age) const { return rank(of_class, ReuseStatistics::step(age)); }
+    std::uint32_t now() const { return learnt_->now; }
+
     std::vector<std::byte> saved() const { return learnt_->statistics.saved(); }
     bool restore(std::span<const std::byte> saved) { return learnt_->statistics.restore(saved); }
 

@@ -55,6 +55,89 @@ class IndexPage:
         self.is_complete = False
 
 
+class PoolShadow:
+    """Three caches that go by recency, as one list of everything that is asked for and stored: no sample.
+    A block is in the first part (0, 1, 2) that fits half, once and twice of the pool, or in none (3)."""
+
+    def __init__(self) -> None:
+        self.recent: dict[tuple[int, bytes], tuple[int, int]] = {}
+        """Bytes and part of each block, the most recent last."""
+        self.counted = dict.fromkeys(("asked", "hit", "missed_half", "missed_now", "missed_twice"), 0.0)
+
+    def begin(self, capacity_bytes: float, skipped_bytes: float) -> None:
+        self.recent = {}
+        self.skipped_bytes = skipped_bytes
+        self.resize(capacity_bytes)
+
+    def resize(self, capacity_bytes: float) -> None:
+        self.limits = (capacity_bytes / 2, capacity_bytes, 2 * capacity_bytes)
+        self.counted = dict.fromkeys(self.counted, 0.0)
+        self.recent = {key: (block_bytes, 0) for key, (block_bytes, _) in self.recent.items()}
+        self._settle()
+
+    def asked(self, space: int, hashes: U8, block_bytes: int, hits: int) -> None:
+        keys = [(space, each.tobytes()) for each in hashes]
+        parts = [self.recent.get(key, (0, 3))[1] for key in keys]
+        for key in reversed(keys):
+            if key in self.recent:
+                self._touch(key, block_bytes)
+        self._settle()
+        if self._skips(len(keys) * block_bytes):
+            return
+        self.counted["asked"] += len(keys)
+        self.counted["hit"] += hits
+        for size, name in enumerate(("missed_half", "missed_now", "missed_twice")):
+            run = next((i for i, part in enumerate(parts) if part > size), len(parts))
+            self.counted[name] += len(keys) - run
+
+    def stored(self, space: int, hashes: U8, block_bytes: int) -> None:
+        keys = [(space, each.tobytes()) for each in hashes]
+        spared = bool(keys) and self.recent.get(keys[0], (0, 3))[1] > 1
+        twice_only = 0
+        for key in reversed(keys):
+            twice_only += spared and self.recent.get(key, (0, 3))[1] == 2
+            self._touch(key, block_bytes)
+        self._settle()
+        if self.skipped_bytes <= 0:
+            self.counted["missed_twice"] -= twice_only
+
+    def spared(self, blocks: int, block_bytes: int) -> None:
+        if not self._skips(blocks * block_bytes):
+            for name in ("asked", "missed_half", "missed_now", "missed_twice"):
+                self.counted[name] += blocks
+
+    def fade(self, kept: float) -> None:
+        self.counted = {name: kept * value for name, value in self.counted.items()}
+
+    def stats(self) -> dict[str, float]:
+        return self.counted | {
+            "sampled": self.counted["asked"], "share": 1.0, "blocks": len(self.recent), "bytes": 0.0
+        }  # fmt: skip
+
+    def _skips(self, asked_bytes: float) -> bool:
+        skips = self.skipped_bytes > 0
+        self.skipped_bytes = max(0.0, self.skipped_bytes - asked_bytes)
+        return skips
+
+    def _touch(self, key: tuple[int, bytes], block_bytes: int) -> None:
+        known, _ = self.recent.pop(key, (block_bytes, 0))
+        self.recent[key] = known, 0
+
+    def _settle(self) -> None:
+        for part, limit in enumerate(self.limits):
+            held = sum(block_bytes for block_bytes, where in self.recent.values() if where <= part)
+            for key, (block_bytes, where) in list(self.recent.items()):
+                if held <= limit:
+                    break
+                if where != part:
+                    continue
+                held -= block_bytes
+                if part == 2:
+                    del self.recent[key]
+                else:
+                    self.recent[key] = block_bytes, part + 1
+
+
 class HoldCounts:
     """Who holds which entries, as counts."""
 
@@ -359,6 +442,9 @@ class BlockTable:
         return np.array([self.generation[entry] for entry in entries.tolist()], np.uint32)
 
     # --- the whole ---
+
+    def shadow(self, blocks: int) -> PoolShadow:
+        return PoolShadow()
 
     def hold_counts(self) -> HoldCounts:
         return HoldCounts(self.capacity)

@@ -759,6 +759,7 @@ class StatusResponse(google.protobuf.message.Message):
     HELD_BYTES_FIELD_NUMBER: builtins.int
     TENANTS_FIELD_NUMBER: builtins.int
     REFUSED_IMPORTS_FIELD_NUMBER: builtins.int
+    SHADOW_FIELD_NUMBER: builtins.int
     version: builtins.str
     boot_nonce: builtins.int
     pid: builtins.int
@@ -795,6 +796,8 @@ class StatusResponse(google.protobuf.message.Message):
     def refused_imports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RefusedImports]:
         """Empty if the driver has let the daemon open the memory of every engine on a GPU, since the daemon started."""
 
+    @property
+    def shadow(self) -> global___ShadowStatus: ...
     def __init__(
         self,
         *,
@@ -819,11 +822,55 @@ class StatusResponse(google.protobuf.message.Message):
         held_bytes: builtins.int = ...,
         tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
         refused_imports: collections.abc.Iterable[global___RefusedImports] | None = ...,
+        shadow: global___ShadowStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "integrity", b"integrity", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "refused_imports", b"refused_imports", "socket", b"socket", "state", b"state", "tenants", b"tenants", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "integrity", b"integrity", "pool", b"pool", "shadow", b"shadow"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "refused_imports", b"refused_imports", "shadow", b"shadow", "socket", b"socket", "state", b"state", "tenants", b"tenants", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
 
 global___StatusResponse = StatusResponse
+
+@typing.final
+class ShadowStatus(google.protobuf.message.Message):
+    """What the pool would have hit with other sizes under its policy, estimated from a sample of the blocks that were asked
+    for. Rates, from 0 to 1, are of blocks that were looked up from the first of a prompt on, and count until the first one
+    that is not there. What was asked for an hour ago weighs half. It begins anew when the policy or the size changes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: builtins.int
+    HALF_FIELD_NUMBER: builtins.int
+    NOW_FIELD_NUMBER: builtins.int
+    TWICE_FIELD_NUMBER: builtins.int
+    ACTUAL_FIELD_NUMBER: builtins.int
+    ASKED_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
+    known: builtins.bool
+    """Whether enough was seen to say anything. If not, all rates are 0."""
+    half: builtins.float
+    """The hit rate of a pool of half the size, of this size, and of twice the size, by the same estimate."""
+    now: builtins.float
+    twice: builtins.float
+    actual: builtins.float
+    """What the pool has hit of the same blocks."""
+    asked: builtins.float
+    """The weight of all blocks that were asked for."""
+    share: builtins.float
+    """The share of all blocks that the sample has now."""
+    def __init__(
+        self,
+        *,
+        known: builtins.bool = ...,
+        half: builtins.float = ...,
+        now: builtins.float = ...,
+        twice: builtins.float = ...,
+        actual: builtins.float = ...,
+        asked: builtins.float = ...,
+        share: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["actual", b"actual", "asked", b"asked", "half", b"half", "known", b"known", "now", b"now", "share", b"share", "twice", b"twice"]) -> None: ...
+
+global___ShadowStatus = ShadowStatus
 
 @typing.final
 class RefusedImports(google.protobuf.message.Message):

@@ -151,11 +151,13 @@ class Machine:
         assert not core.instances, "recovery comes before any session"
         core.recovered = True
         recover(core.blocks, stimulus)
+        core.shadow.begin()
         self.tier.host_recovered()
 
     def _populated(self, stimulus: stimuli.PoolPopulated) -> None:
         slots = self.core.blocks.slots
         slots.populated(stimulus.extents)
+        self.core.shadow.resize()
         if stimulus.complete and slots.extents_coming:
             slots.no_more()
             self._instances.tell_all()  # they were told what fits the pool as it was to be
@@ -183,9 +185,12 @@ class Machine:
         self._keep_by(stimulus.policy)
 
     def _keep_by(self, policy: stimuli.PoolPolicy) -> None:
-        self.core.blocks.keep_by(policy)
-        for disk in self.core.disks.all:
+        core, ranked = self.core, self.core.blocks.ranks
+        core.blocks.keep_by(policy)
+        for disk in core.disks.all:
             disk.blocks.keep_by(policy)
+        if core.blocks.ranks != ranked:
+            core.shadow.begin()
         self._spare_lookups()
 
     def _show_lookups(self, stimulus: stimuli.ShowLookups) -> None:
@@ -203,6 +208,7 @@ class Machine:
         self._sampler.tick()
         self.tier.tick()
         self.core.pages.tick()
+        self.core.shadow.tick(self.core.now_s)
 
     # --- index pages ---
 
@@ -340,6 +346,7 @@ class Machine:
             ),
             counters=copy.copy(core.tally),
             draining=core.draining,
+            shadow=core.shadow.status(),
             disks=tuple(disk.status(self._clock(), core.disks.policy) for disk in core.disks.all),
             tenants=tenants_status(core),
         )

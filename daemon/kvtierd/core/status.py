@@ -260,6 +260,27 @@ class TenantStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowStatus:
+    """What the pool would have hit with other sizes under its policy, from a sample of the blocks that were
+    asked for. Rates are of blocks that were looked up from the first of a prompt on, and count until the
+    first one that is not there. What was asked for an hour ago weighs half."""
+
+    known: bool
+    """Whether enough was seen. If not, all rates are 0."""
+    half: float
+    """The hit rate of a pool of half the size."""
+    now: float
+    """That of a pool as large as this one, also by the sample."""
+    twice: float
+    actual: float
+    """What the pool has hit of the same blocks."""
+    asked: float
+    """Blocks that were asked for."""
+    share: float
+    """The share of all blocks that the sample has."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoreStatus:
     """A picture of everything in the core at one time."""
 
@@ -291,6 +312,7 @@ class CoreStatus:
     counters: Tally
     """A copy."""
     draining: bool
+    shadow: ShadowStatus
     disks: tuple[DiskStatus, ...] = ()
     tenants: tuple[TenantStatus, ...] = ()
     """Those that are configured first, then the others in the order in which they came."""

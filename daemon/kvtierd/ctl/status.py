@@ -10,7 +10,7 @@ from rich.text import Text
 from kvtierd.config.settings import human_size, size_and_parts
 from kvtierd.ctl.lists import DISK_PREFIX, TENANT, WORKER, copy_workers, engines, refused_imports
 from kvtierd.ctl.terminal import bar, facts, indented, state, table
-from kvtierd.ctl.text import count, duration, scrub_line, usable_bytes
+from kvtierd.ctl.text import count, duration, scrub_line, sizes_line, usable_bytes
 
 Facts = Iterator[tuple[str, RenderableType]]
 
@@ -143,6 +143,8 @@ def _traffic(status: admin_pb2.StatusResponse) -> Facts:
         f"{counters.lookups:,} of {counters.lookup_hashes:,} blocks, "
         f"{counters.lookup_hits:,} hit ({hit_rate:.1%})",
     )
+    if status.HasField("shadow"):  # a daemon of an earlier version has none
+        yield "pool sizes", sizes_line(status.shadow)
     yield (
         "stored",
         f"{counters.stored_blocks:,} blocks, {human_size(counters.stored_bytes)}"

@@ -7,6 +7,16 @@ from kvtier.v1 import admin_pb2
 from kvtierd.config.settings import human_size
 
 
+def sizes_line(shadow: admin_pb2.ShadowStatus) -> str:
+    """What other sizes of the pool would hit."""
+    if not shadow.known:
+        return "not known yet"
+    return (
+        f"half {shadow.half:.1%}, now {shadow.now:.1%}, twice {shadow.twice:.1%} by a sample; "
+        f"hit {shadow.actual:.1%}"
+    )
+
+
 def scrub_line(disk: admin_pb2.DiskStatus) -> str:
     """Says how far the scrub of a disk is."""
     share = disk.scrubbed_blocks / disk.scrub_blocks if disk.scrub_blocks else 1.0

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvtierd.config.settings import human_size
 from kvtierd.ctl.lists import ENGINE, WORKER, copy_workers
 from kvtierd.ctl.terminal import Graph, state, table
-from kvtierd.ctl.text import duration, shortened, usable_bytes
+from kvtierd.ctl.text import duration, shortened, sizes_line, usable_bytes
 
 WIDTH = 80
 """The width of a page that does not go to a terminal."""
@@ -230,6 +230,8 @@ def _lines(period: Period) -> list[Text]:
     most_first = sorted((each for each in missed.items() if each[1]), key=lambda each: -each[1])
     reasons = "  ".join(f"{per_second(rate)} {REASONS[reason]}" for reason, rate in most_first)
     lines = [Text.assemble(("Missed ", "bold"), reasons or "-")]
+    if period.status.HasField("shadow"):
+        lines.append(Text.assemble(("Pool sizes ", "bold"), sizes_line(period.status.shadow)))
     counters, refused = period.status.counters, period.rate("throttled_blocks")
     if refused:
         text = f"{per_second(refused)} blocks were not stored, because everything in the pool is held"

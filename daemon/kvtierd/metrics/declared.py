@@ -166,6 +166,15 @@ DECLARED = (
         "Why the hit rate is what it is; kvtierctl explain says it of one block.",
         labels=("reason",),
     ),
+    _gauge(
+        "kvtier_shadow_hit_rate",
+        "Share of looked-up blocks that half, once (now) and twice of the pool would have hit, by a sample, "
+        "and what it hit of the same blocks (actual). What is an hour old weighs half. Absent until enough "
+        "was seen.",
+        "Whether more memory would hit more, and less would do: compare half and twice with now, and now "
+        "with actual to see how good the estimate is.",
+        labels=("pool",),
+    ),
     _counter(
         "kvtier_store_blocks", "Blocks stored and committed.", "How much the engines write.", labels=("tier",)
     ),

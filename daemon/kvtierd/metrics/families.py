@@ -84,6 +84,10 @@ def _traffic(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_lookup_hits", counters.lookup_hits, TIER)
     for reason in ("absent", "pending", "beyond", "recompute", "lease_limit", "draining", "not_ready"):
         sheet.set("kvtier_lookup_misses", getattr(counters, f"missed_{reason}"), reason)
+    shadow = snapshot.core.shadow
+    if shadow.known:
+        for pool in ("half", "now", "twice", "actual"):
+            sheet.set("kvtier_shadow_hit_rate", getattr(shadow, pool), pool)
     sheet.set("kvtier_store_blocks", counters.stored_blocks, TIER)
     sheet.set("kvtier_store_bytes", counters.stored_bytes, TIER)
     sheet.set("kvtier_load_blocks", counters.loaded_blocks, TIER)

@@ -69,6 +69,7 @@ async def status_response(about: AboutDaemon, snapshot: Snapshot, viewer: Viewer
             _message(admin_pb2.DiskStatus, disk, disk.core, disk.core.counters) for disk in snapshot.disks
         ],
         counters=_message(admin_pb2.Counters, core.counters),
+        shadow=_message(admin_pb2.ShadowStatus, core.shadow),
         refused_imports=[
             admin_pb2.RefusedImports(device=device.name, error=error, count=count, why=device.refused_why)
             for device in snapshot.devices

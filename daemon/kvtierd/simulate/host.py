@@ -24,6 +24,7 @@ from kvtierd.core.ids import (
 )
 from kvtierd.core.machine import Machine
 from kvtierd.core.state.entities import DISK_DEVICE_PREFIX
+from kvtierd.core.status import ShadowStatus
 from kvtierd.core.stimuli import (
     AttachSession,
     BlockQuery,
@@ -137,6 +138,11 @@ class SimulatedHost:
         self._epoch: Epoch = attached.epoch
         self._do(RegisterWords(self._session, self._worker, 1, PART_WORDS))
         self._do(RegisterMemory(self._session, self._worker, RegistrationId(1), (ENGINE_BLOCKS,), 1))
+
+    @property
+    def shadow(self) -> ShadowStatus:
+        """What it says that hosts of other sizes would hit."""
+        return self._machine.core.shadow.status()
 
     def request(self, hashes: Hashes) -> int:
         """One prompt, of these blocks. Returns how many of its first blocks were there."""

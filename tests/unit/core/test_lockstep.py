@@ -327,6 +327,10 @@ class Lockstep(RuleBasedStateMachine):
     def pictures_agree(self) -> None:
         mine, other = self.host.machine.status(), self.host.other.machine.status()
         assert plain(mine) == plain(other)
+        seen, seen_by_other = (
+            host.machine.core.shadow.native.stats() | {"bytes": 0} for host in (self.host, self.host.other)
+        )
+        assert seen == seen_by_other
 
 
 Lockstep.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

@@ -9,6 +9,7 @@ from kvtierd.core.status import (
     DiskStatus,
     DiskTally,
     InstanceStatus,
+    ShadowStatus,
     SizeStatus,
     Tally,
     TenantStatus,
@@ -173,6 +174,7 @@ def busy_snapshot() -> Snapshot:
             corrupt_on_disk=15,
         ),
         draining=False,
+        shadow=ShadowStatus(True, 0.125, 0.25, 0.375, 0.2625, 2e5, 0.5),
         disks=(disk_status(0, "live"), disk_status(1, "failing")),
     )
     return Snapshot(

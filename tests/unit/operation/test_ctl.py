@@ -50,6 +50,7 @@ def test_people_see_the_whole_picture(status: admin_pb2.StatusResponse) -> None:
         "60 ready, 5 writing",
         "warm: 41 blocks, 42 KiB found in 0.50 s, 44 slots discarded",
         "21 of 400 blocks, 100 hit (25.0%)",
+        "half 12.5%, now 25.0%, twice 37.5% by a sample; hit 26.2%",
         "51 blocks failed their check and were not served: 11 before a load, 12 after a restart, 13 by s",
         "if bytes of a block change by themselves, this is noticed after 2 min 5 s on average (16 MiB/s are "
         "read at most, less while blocks are copied). Until then, a load may get the changed bytes.",

@@ -62,6 +62,7 @@ def test_rates_are_of_the_time_between_two_statuses(status: admin_pb2.StatusResp
         "1000 hashes/s",
         "10 lookups/s",
         "Missed 240/s behind the first miss  10/s not there\n",
+        "Pool sizes half 12.5%, now 25.0%, twice 37.5% by a sample; hit 26.2%\n",
         "NO ROOM 3.0/s blocks were not stored",
         "Stored 32 MiB/s",
         "50 blocks/s",
@@ -84,6 +85,13 @@ def test_the_first_page_is_of_all_the_time_since_the_start(status: admin_pb2.Sta
     assert "(since its start)" in text
     assert "Hits 25%" in text
     assert "max" not in text, "there is no history yet"
+
+
+def test_of_other_sizes_it_says_nothing_before_enough_was_seen(status: admin_pb2.StatusResponse) -> None:
+    status.shadow.known = False
+    assert "Pool sizes not known yet\n" in shown(status)
+    status.ClearField("shadow")
+    assert "Pool sizes" not in shown(status), "a daemon of an earlier version"
 
 
 def test_after_a_restart_it_begins_anew(status: admin_pb2.StatusResponse) -> None:

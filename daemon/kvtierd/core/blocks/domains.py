@@ -33,6 +33,9 @@ class Domain:
     """Blocks that were ever given slots."""
     evicted: int = 0
     """Blocks that were ever evicted."""
+    pool_bytes: int = 0
+    """Bytes of the host's pool that one block takes, for its shadow; 0 as long as it does not know the
+    domain."""
     per_size: tuple[tuple[int, int], ...] = field(init=False)
     """(slot bytes, slots of that size in one block)."""
     block_bytes: int = field(init=False)

@@ -72,6 +72,43 @@ class HoldCounts(Protocol):
         ...
 
 
+class PoolShadow(Protocol):
+    """What a pool would hit if it had half or twice its size, and as it is, from a sample of its blocks."""
+
+    def begin(self, capacity_bytes: float, skipped_bytes: float) -> None:
+        """Begins anew for a pool of so many bytes. Nothing is counted until blocks of `skipped_bytes` were
+        asked for."""
+        ...
+
+    def resize(self, capacity_bytes: float) -> None:
+        """The pool has so many bytes from now on. What was counted is forgotten."""
+        ...
+
+    def asked(self, space: int, hashes: Hashes, block_bytes: int, hits: int) -> None:
+        """A prompt of these blocks, from its first on, was asked for, of which the pool had the first `hits`.
+        Comes after the table's `asked`."""
+        ...
+
+    def stored(self, space: int, hashes: Hashes, block_bytes: int) -> None:
+        """Blocks of one prompt, which follow each other in it, are about to be stored. Comes before
+        `insert`."""
+        ...
+
+    def spared(self, blocks: int, block_bytes: int) -> None:
+        """So many blocks were not asked for, because clients knew that the pool did not have them."""
+        ...
+
+    def fade(self, kept: float) -> None:
+        """From now on, what was counted before weighs only so much of what it did."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Blocks: `asked`, of which the pool has `hit` so many and other sizes would have missed
+        `missed_half`, `missed_now` and `missed_twice`; `sampled`, how many were in the sample, which has a
+        `share` of all; `blocks` that it follows for one size, and its `bytes`."""
+        ...
+
+
 class BlockTable(Protocol):
     """Metadata of all blocks of one tier, in arrays. It has one writer."""
 
@@ -237,6 +274,11 @@ class BlockTable(Protocol):
 
     def hold_counts(self) -> HoldCounts:
         """New counts for this table's entries, all zero."""
+        ...
+
+    def shadow(self, blocks: int) -> PoolShadow:
+        """A new shadow of a pool that holds this table's blocks, which follows at most so many for each
+        size."""
         ...
 
     def count(self, space: int) -> int: ...

@@ -272,6 +272,7 @@ class Instances:
             tally.index_lookups += stimulus.index_lookups
             tally.lookup_hashes += stimulus.index_hashes
             session.instance.tally.lookup_hashes += stimulus.index_hashes
+            self._core.shadow.spared(session.instance.plans, stimulus.index_hashes)
             absent = min(stimulus.index_lookups, stimulus.index_hashes)  # the first of each prefix
             tally.missed_absent += absent
             tally.missed_beyond += stimulus.index_hashes - absent

@@ -19,6 +19,7 @@ from kvtierd.core.state import entities
 from kvtierd.core.state.audits import Mismatches
 from kvtierd.core.state.disks import Disks
 from kvtierd.core.state.pages import IndexPages
+from kvtierd.core.state.size_shadow import SizeShadow
 from kvtierd.core.state.transitions import Entity, Event, Transitions
 from kvtierd.core.status import Tally
 from kvtierd.core.stimuli import CoreDisks, CoreLimits, Owner
@@ -61,6 +62,7 @@ class CoreState:
     tenants: Tenants = field(default_factory=lambda: Tenants({}))
     disks: Disks = field(init=False)
     pages: IndexPages = field(init=False)
+    shadow: SizeShadow = field(init=False)
     tally: Tally = field(default_factory=Tally)
     transitions: Transitions = field(default_factory=Transitions)
     eviction: Eviction = field(init=False)
@@ -102,6 +104,7 @@ class CoreState:
         )
         self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves, self.tenants)
         self.pages = IndexPages(self.blocks, self.disks)
+        self.shadow = SizeShadow(self.blocks)
 
     def begin(self, now_s: float) -> None:
         """Starts a stimulus: sets the time, and empties the list of actions."""

@@ -90,6 +90,8 @@ class GroupPlan:
 
     cut: "LeaseCut | None" = None
     """The latest lookup that found more than it could lease."""
+    by_prefix: bool = True
+    """No lookup has asked for a window of the group's blocks, or for any of them."""
 
     def shard(self, rank: ids.Rank) -> int:
         """Which shard of a block this rank loads."""

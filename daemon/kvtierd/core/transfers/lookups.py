@@ -48,6 +48,11 @@ class Lookups:
             if not (ask.query.exact or ask.window_blocks):
                 self._table.asked(ask.plan.space, ask.plan.domain.domain, ask.query.hashes, self._below)
         tokens = self._find(asks)
+        for ask in asks if not stimulus.again else ():
+            if ask.query.exact or ask.window_blocks:
+                ask.plan.by_prefix = False
+            else:
+                core.shadow.asked(ask.plan, ask.query.hashes, len(ask.found))
         if tokens and instance.prefill_tokens_per_s:
             wanted = [(ask.plan, len(ask.found)) for ask in asks]
             if self._tier.load_loses(instance, wanted, tokens):

@@ -67,6 +67,7 @@ class Transfers:
         instance.alive_at_s = core.now_s
 
         domain = plan.domain
+        core.shadow.stored(plan, hashes, stimulus.chains)
         inserted = blocks.insert(plan.space, domain, hashes)
         entries, created = inserted.entries, inserted.created
         existing, existing_positions = _NO_ENTRIES, _NO_POSITIONS
