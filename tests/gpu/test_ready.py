@@ -17,6 +17,8 @@ from tests.gpu.record import DONE, FAKE_STATEMENT, SKIPPED, load
 
 REPO = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240
+"""Of one run."""
+pytestmark = pytest.mark.timeout(3 * DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

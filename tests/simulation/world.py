@@ -119,7 +119,7 @@ class World:
         self.random = Random(seed)
         self.oracle = oracle
         chosen = self.random.random() < 0.4
-        self.ranks = chosen if ranks is None else ranks
+        self.ranks = not oracle and (chosen if ranks is None else ranks)
         self.now_s = 1_000.0
         self.stimuli = 0
         self.faults: Counter[tuple[str, str]] = Counter()
