@@ -180,7 +180,7 @@ _WORKLOAD = pytest_stage(
     "Random requests to engines that share a daemon in trouble are answered as without a cache.",
     deadline_s=3 * 3_600,
     folders=(WORKLOAD_FILE,),
-    environment={"KVTIER_WORKLOAD": "long"},
+    environment=SHARING_CORES | {"KVTIER_WORKLOAD": "long"},
 )
 WORKLOAD = replace(_WORKLOAD, command=[*_WORKLOAD.command, "--capture=no"])  # it reports its progress
 AUTOSTART = pytest_stage(
@@ -189,7 +189,7 @@ AUTOSTART = pytest_stage(
     "A daemon that an engine has started outlives it, whichever of its processes ends, and however.",
     deadline_s=1_800,
     folders=(AUTOSTART_FILE,),
-    environment={"KVTIER_AUTOSTART_WAYS": "all"},
+    environment=SHARING_CORES | {"KVTIER_AUTOSTART_WAYS": "all"},
 )
 AUDITS = pytest_stage(
     "tests-audits",
@@ -197,7 +197,7 @@ AUDITS = pytest_stage(
     "Thousands of audits of sound engines raise no alarm; blocks of other models do, with the first hit.",
     deadline_s=3_600,
     folders=(AUDITS_FILE,),
-    environment={"KVTIER_AUDITS_LONG": "1"},
+    environment=SHARING_CORES | {"KVTIER_AUDITS_LONG": "1"},
 )
 
 SECURITY = pytest_stage(
@@ -241,7 +241,8 @@ def full_steps() -> list[Stage | Beside]:
     # The long forms of these files run as stages of their own.
     steps = merge_steps(FULL, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE)
     versions = [stage for version in vllm_versions.VERSIONS for stage in vllm_versions.stages(version)]
-    return [*steps, WORKLOAD, AUTOSTART, AUDITS, *versions]
+    # Each of these keeps a little more than one core busy, for twenty minutes.
+    return [*steps, Beside(((WORKLOAD, AUTOSTART), (AUDITS,))), *versions]
 
 
 FORMS: dict[str, list[Stage | Beside]] = {

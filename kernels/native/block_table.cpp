@@ -419,12 +419,12 @@ void BlockTable::chained(Entries entries) {
 
 std::size_t BlockTable::admitted(std::uint16_t domain, Entries entries, std::size_t free) const {
     for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
-    return order_ ? order_->admitted(domain, *order_, entries, free) : entries.size();
+    return ranked() ? order_->admitted(domain, *order_, entries, free) : entries.size();
 }
 
 std::size_t BlockTable::admitted_of(std::uint16_t domain, const BlockTable& above, Entries entries, std::size_t free) const {
     for (std::size_t i = 0; i < entries.size(); ++i) above.live(entries, i);
-    return order_ && above.order_ ? order_->admitted(domain, *above.order_, entries, free) : entries.size();
+    return ranked() && above.order_ ? order_->admitted(domain, *above.order_, entries, free) : entries.size();
 }
 
 void BlockTable::same_as(Entries entries, const BlockTable& above, Entries of) {
@@ -450,7 +450,7 @@ void BlockTable::same_as(Entries entries, const BlockTable& above, Entries of) {
 }
 
 std::size_t BlockTable::victims(std::uint16_t domain, std::size_t n, std::uint32_t* out) const {
-    if (order_) return order_->victims(domain, n, out);
+    if (ranked()) return order_->victims(domain, n, out);
     std::size_t found = 0;
     for (std::uint32_t id = domains_[domain].oldest - 1; id != kNoEntry && found < n; id = entries_[id].next)
         out[found++] = id;

@@ -98,6 +98,8 @@ class BlockTable {
     // The same for entries of the table above.
     std::size_t admitted_of(std::uint16_t domain, const BlockTable& above, Entries entries, std::size_t free) const;
     bool ranks() const { return order_ != nullptr; }
+    // Whether the order decides by now what goes.
+    bool ranked() const { return order_ != nullptr && order_->decides(states_[kReady]); }
     // What was learnt of reuse; null without ranks.
     ReuseOrder* order() { return order_.get(); }
     // A hash of a block's name that only this table can compute, and its entry or kNoEntry.

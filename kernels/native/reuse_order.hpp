@@ -28,6 +28,7 @@ struct ReuseLearnt {
     ReuseStatistics statistics;
     ReuseHistory history;
     std::uint32_t now = 0;  // accesses, as the time
+    bool restored = false;  // it goes on with what was learnt before
 };
 
 class ReuseOrder {
@@ -84,7 +85,17 @@ class ReuseOrder {
     std::uint32_t now() const { return learnt_->now; }
 
     std::vector<std::byte> saved() const { return learnt_->statistics.saved(); }
-    bool restore(std::span<const std::byte> saved) { return learnt_->statistics.restore(saved); }
+    bool restore(std::span<const std::byte> saved) {
+        const bool restored = learnt_->statistics.restore(saved);
+        learnt_->restored = learnt_->restored || restored;
+        return restored;
+    }
+    // Whether enough was learnt for a table of so many blocks to go by it: blocks were seen to come back, or not, for longer
+    // than the least recent one is there. Until then, the least recent goes.
+    bool decides(std::size_t live) const {
+        decides_ = decides_ || learnt_->restored || 2 * std::size_t{learnt_->now} >= kTurnsTimesTwo * live;
+        return decides_;
+    }
 
     std::size_t bytes() const { return blocks_.bytes() + (below_ ? 0 : learnt_->history.bytes()); }
     // What does not fit, or an empty string. `is_evictable(id)` says what the table thinks of its `used` first entries.
@@ -104,6 +115,7 @@ class ReuseOrder {
         std::uint8_t gap;
     };
     static_assert(sizeof(Block) == 32);
+    static constexpr std::size_t kTurnsTimesTwo = 3;
     static constexpr std::uint16_t kCold = ReuseStatistics::kClasses;  // the class of cooled blocks
     static constexpr std::uint16_t kClassMask = 0x3fff, kEvictable = 0x4000, kInTree = 0x8000;
 
@@ -163,6 +175,7 @@ class ReuseOrder {
 
     LazyArray<Block> blocks_;
     std::shared_ptr<ReuseLearnt> learnt_;
+    mutable bool decides_ = false;
     bool below_ = false;  // what is learnt is the business of the table above
     Trees trees_;
     mutable std::unordered_map<std::uint16_t, Queue> queues_;

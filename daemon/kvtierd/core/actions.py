@@ -258,6 +258,8 @@ class LookupReply:
     """One for each query, in the same order."""
     lease_refused: Refusal | None = None
     """Why the leases cover less than is readable, or why there is none."""
+    again: bool = False
+    """The same request was looked up before, so it is no other use of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)

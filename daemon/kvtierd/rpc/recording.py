@@ -67,7 +67,7 @@ class Recording:
 
     def lookup(self, stimulus: LookupBlocks, reply: LookupReply) -> None:
         """A lookup was answered. It counts unless it asks again, or for blocks by themselves."""
-        if stimulus.again:
+        if stimulus.again or reply.again:
             return
         queries = stimulus.queries
         for query, found in zip(queries, reply.groups, strict=True):

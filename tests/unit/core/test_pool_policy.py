@@ -39,8 +39,11 @@ def relied_on(page: FakePage) -> bool:
 
 
 def by_reuse() -> tuple[Host, Instance]:
+    """It ranks at once, as one that goes on with what was learnt before."""
     host = Host(NativeTable)
     policy(host, PoolPolicy.REUSE)
+    nothing = NativeTable(64, 1 << 20, seed=1, ranks=True, history_blocks=8).learnt()
+    assert host.machine.core.blocks.table.restore_learnt(nothing)
     return host, host.instance()
 
 

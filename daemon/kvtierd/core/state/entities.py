@@ -13,6 +13,7 @@ from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.lease_budget import HeldBlocks
 from kvtierd.core.errors import Refusal
 from kvtierd.core.state import transitions
+from kvtierd.core.state.waiting import Waiting
 from kvtierd.core.status import TenantTally
 from kvtierd.core.stimuli import NO_RETENTION, GroupGeometry, Owner, RetentionRequest
 
@@ -129,6 +130,8 @@ class Instance(transitions.Entity):
     """When its scheduler last made itself heard."""
     held: HeldBlocks
     """Blocks that its leases and its running loads hold."""
+    waiting: Waiting = field(default_factory=Waiting)
+    """Its requests that were told to wait."""
     tally: TenantTally
     """That of its tenant."""
     sessions: dict[ids.SessionId, Session] = field(default_factory=dict)

@@ -43,12 +43,13 @@ class Lookups:
         if not asks:  # everything is a miss, because a hit would lead to a load, which is refused
             self._count_unanswered(instance, queries)
             return _nothing(queries)
-        learns = self._blocks.ranks and not stimulus.again
+        again = stimulus.again or instance.waiting.asks_again(queries, core.now_s)
+        learns = self._blocks.ranks and not again
         for ask in asks if learns else ():
             if not (ask.query.exact or ask.window_blocks):
                 self._table.asked(ask.plan.space, ask.plan.domain.domain, ask.query.hashes, self._below)
         tokens = self._find(asks)
-        for ask in asks if not stimulus.again else ():
+        for ask in asks if not again else ():
             if ask.query.exact or ask.window_blocks:
                 ask.plan.by_prefix = False
             else:
@@ -74,7 +75,11 @@ class Lookups:
         else:
             self._tell_of_cut(asks, tokens, leased)
         self._count(instance, asks, tokens, leased)
-        return _reply(asks, tokens, leased, refused)
+        to_wait = any(
+            len(ask.told) > leased // ask.block_tokens and bool((ask.told == PENDING).any()) for ask in asks
+        )
+        instance.waiting.told(queries, core.now_s, to_wait=to_wait)
+        return _reply(asks, tokens, leased, refused, again=again)
 
     def prefetch(self, stimulus: PrefetchBlocks) -> LookupReply:
         """Promotes what disks have, as a lookup does, but leases nothing and counts nothing."""
@@ -88,7 +93,7 @@ class Lookups:
             return _nothing(queries)
         tokens = self._find(asks)
         self._tell(instance, asks, tokens, host_only=False)
-        return _reply(asks, tokens, tokens, None)
+        return _reply(asks, tokens, tokens, None, again=False)
 
     def touch(self, stimulus: TouchBlocks) -> None:
         """Makes hits recent, or cold, group by group."""
@@ -296,7 +301,9 @@ def _nothing(queries: Sequence[BlockQuery]) -> LookupReply:
     )
 
 
-def _reply(asks: Sequence[Ask], tokens: int, leased: int, refused: Refusal | None) -> LookupReply:
+def _reply(
+    asks: Sequence[Ask], tokens: int, leased: int, refused: Refusal | None, *, again: bool
+) -> LookupReply:
     groups = []
     for ask in asks:
         first, hits = ask.needed(leased)
@@ -305,4 +312,4 @@ def _reply(asks: Sequence[Ask], tokens: int, leased: int, refused: Refusal | Non
             groups.append(GroupHits(hits, ask.told, readable))
         else:
             groups.append(GroupHits(hits, ask.told, readable, ask.lease.lease, first))
-    return LookupReply(tuple(groups), refused)
+    return LookupReply(tuple(groups), refused, again)
