@@ -640,7 +640,8 @@ class LookupRequest(google.protobuf.message.Message):
     """Blocks that only lower tiers have are a MISS, and are not promoted. Needs the feature "retention"."""
     again: builtins.bool
     """These blocks were looked up before for the same request of the engine, for example because some were PENDING. It does
-    not count as another use of them. A daemon that does not know this field counts it.
+    not count as another use of them. Nor does a lookup of the same blocks within a minute after some were PENDING. A daemon
+    that does not know this field counts it.
     """
     @property
     def session(self) -> global___SessionRef: ...
