@@ -590,7 +590,7 @@ DECLARED = (
     ),
     _counter(
         "kvtier_evicted_unwritten_blocks",
-        "Blocks evicted from the host before a disk had them.",
+        "Blocks evicted from the host before a disk had them, which it should have had.",
         "Rising: the disks are too slow for what is stored.",
     ),
 )

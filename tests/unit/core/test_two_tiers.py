@@ -156,3 +156,22 @@ def test_reads_of_what_goes_first_bring_it_back() -> None:
     assert [job.kind for job in host.disk.jobs] == [DiskJobKind.READ]
     host.disk.finish_all()
     assert one.lookup(*range(20_000, 20_004), again=True).hits == 4
+
+
+@pytest.mark.parametrize("why", ["worth", "budget", "control"])
+def test_what_no_disk_was_to_have_is_not_counted_as_lost(why: str) -> None:
+    """Its count tells operators that disks are too slow."""
+    small = PoolGeometry(extents=8, extent_bytes=1 << 16, first_extent_offset=2 << 20)
+    host = DiskHost(NativeTable, slab=small, mode=WriteMode.THROUGH)
+    policy = CoreDisks(mode=WriteMode.THROUGH, writes_per_day=1e-6 if why == "budget" else 0.0)
+    host.do(Reconfigure(0, policy, PoolPolicy.LRU if why == "budget" else PoolPolicy.REUSE))
+    one = host.instance()
+    if why == "control":
+        host.disk.pause()
+    for turn in range(400):
+        first = 8 * (turn // 2 % 7) if turn % 2 == 0 else 1_000 + 8 * turn
+        requested(host, one, first)
+    assert host.counters.evicted_blocks > FULL
+    assert (host.counters.evicted_unwritten_blocks > 0.5 * host.counters.evicted_blocks) == (why == "control")
+    if why == "budget":
+        assert not host.counters.evicted_unwritten_blocks

@@ -37,6 +37,8 @@ class BlockFlag(IntEnum):
     """The block was found or loaded after it was stored."""
     HOST_ONLY = 64
     """The block is not to be written to a disk."""
+    SPARED = 128
+    """The block's disk is not to have it: it has more use for what it has, or was written enough."""
     LATE = 32
     """On the host, WRITING: the disk takes too long to read the block. On a disk, READY: the block could not
     be read lately. In both cases lookups are told that it is not there."""

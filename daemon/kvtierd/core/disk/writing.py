@@ -20,6 +20,7 @@ from kvtierd.core.state.rates import Pace
 from kvtierd.core.stimuli import WriteMode
 
 REUSED = int(BlockFlag.REUSED)
+SPARED = int(BlockFlag.SPARED)
 NOT_TO_WRITE = CLEAN | QUEUED | int(BlockFlag.HOST_ONLY)
 HORIZON_MAX = 65_536
 """How many victims are looked at, at most, to find those that are not written yet."""
@@ -226,6 +227,8 @@ class Writing:
                 continue
             own = self._worth(disk, domain, entries, own, head_first=head_first)
             may = self._may_write(disk, domain)
+            if not may and disk.live and self._is_written_enough(disk):
+                self._host.table.set_flags(entries[own], SPARED)
             if may < len(own):
                 everything = False
                 self._hungry |= disk.live
@@ -243,13 +246,17 @@ class Writing:
     def _may_write(self, disk: Disk, domain: Domain) -> int:
         """How many more blocks of a domain may be on their way to a disk. A block that is larger than the
         queue, or than what is left to be written, goes by itself."""
-        left = disk.budget.bytes_left(self._core.disks.policy, self._core.now_s)
-        if left == 0:
+        if self._is_written_enough(disk):
             return 0
+        left = disk.budget.bytes_left(self._core.disks.policy, self._core.now_s)
         most = self._jobs.may_write(disk)
         may = (most if left is None else min(most, left)) // domain.block_bytes
         alone = disk.live and not disk.counts[DiskJobKind.WRITE]
         return max(may, 1) if alone else may
+
+    def _is_written_enough(self, disk: Disk) -> bool:
+        """Whether nothing more may be written to a disk for now, because it is to be spared."""
+        return disk.budget.bytes_left(self._core.disks.policy, self._core.now_s) == 0
 
     def _worth(
         self, disk: Disk, domain: Domain, entries: Entries, own: Indexes, *, head_first: bool
@@ -257,11 +264,11 @@ class Writing:
         """Those of a disk's `own` blocks that it should have, rather than what would have to go for them."""
         if not (disk.live and disk.blocks.ranks):
             return own
-        if head_first:
-            return own[: self._jobs.worth(disk, domain, entries[own])]
         # What goes last is worth most, and comes before what follows it.
-        worth = self._jobs.worth(disk, domain, entries[own[::-1]])
-        return own[len(own) - worth :]
+        best_first = own if head_first else own[::-1]
+        worth = self._jobs.worth(disk, domain, entries[best_first])
+        self._host.table.set_flags(entries[best_first[worth:]], SPARED)
+        return own[:worth] if head_first else own[len(own) - worth :]
 
     def _credit(self) -> int:
         """How many bytes may be written now. A disk that is too small for what the host holds would be

@@ -35,6 +35,7 @@ CLEAN = int(BlockFlag.CLEAN)
 QUEUED = int(BlockFlag.QUEUED)
 LATE = int(BlockFlag.LATE)
 HOST_ONLY = int(BlockFlag.HOST_ONLY)
+SPARED = int(BlockFlag.SPARED)
 JOB_SLOTS_MAX = 4_096
 """Slots of one job, which has to fit into one packet."""
 READS_MAX = 1_024
@@ -262,7 +263,9 @@ class Disks:
         table = self._host.table
         flags = table.flags(entries)
         clean = entries[flags & CLEAN != 0]
-        self._tally.evicted_unwritten_blocks += int(np.count_nonzero(flags & (CLEAN | HOST_ONLY) == 0))
+        self._tally.evicted_unwritten_blocks += int(
+            np.count_nonzero(flags & (CLEAN | HOST_ONLY | SPARED) == 0)
+        )
         if len(clean) == 0:
             return
         hashes = table.hashes(clean)
