@@ -8,7 +8,15 @@ import pytest
 from kvtier_kernels import BlockTable as NativeTable
 from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.blocks.slots import PoolGeometry
-from kvtierd.core.stimuli import CoreDisks, Drain, PoolPolicy, Reconfigure, SubmittedChain, WriteMode
+from kvtierd.core.stimuli import (
+    CoreDisks,
+    Drain,
+    PoolPolicy,
+    Reconfigure,
+    RetentionRequest,
+    SubmittedChain,
+    WriteMode,
+)
 
 from tests.unit.core.disk import DiskHost
 from tests.unit.core.host import Instance, keys
@@ -91,7 +99,7 @@ def test_what_follows_a_block_that_only_the_disk_has_is_stored() -> None:
     assert from_disk.results == [ACCEPTED] * 2
 
 
-@pytest.mark.parametrize("why", ["on_reuse", "draining", "off", "budget"])
+@pytest.mark.parametrize("why", ["on_reuse", "draining", "off", "budget", "host_only", "control"])
 def test_nothing_is_taken_for_a_disk_that_does_not_write_it(why: str) -> None:
     host, one = taught(WriteMode.ON_REUSE if why == "on_reuse" else WriteMode.BACK)
     host.disk.finish_all()
@@ -105,7 +113,9 @@ def test_nothing_is_taken_for_a_disk_that_does_not_write_it(why: str) -> None:
     one.lookup(*range(20_000, 20_004))
     if why == "draining":
         return  # stores are refused as a whole
-    assert one.store(*range(20_000, 20_004), chains=(SubmittedChain(4),)).results == [UNWANTED] * 4
+    retention = RetentionRequest(host_only=why == "host_only")
+    running = one.store(*range(20_000, 20_004), chains=(SubmittedChain(4),), retention=retention)
+    assert running.results == [ACCEPTED if why == "control" else UNWANTED] * 4
 
 
 def test_a_disk_keeps_what_comes_back_and_refuses_what_does_not() -> None:

@@ -21,7 +21,8 @@ from kvtierd.core.stimuli import WriteMode
 
 REUSED = int(BlockFlag.REUSED)
 SPARED = int(BlockFlag.SPARED)
-NOT_TO_WRITE = CLEAN | QUEUED | int(BlockFlag.HOST_ONLY)
+HOST_ONLY = int(BlockFlag.HOST_ONLY)
+NOT_TO_WRITE = CLEAN | QUEUED | HOST_ONLY
 HORIZON_MAX = 65_536
 """How many victims are looked at, at most, to find those that are not written yet."""
 KEPT_READY_FRACTION = 1 / 16
@@ -111,6 +112,9 @@ class Writing:
         )
         may_bytes = max(0, min(most_bytes - self._promised_bytes, self._credit()))
         wanted = min(len(entries), may_bytes // domain.block_bytes)
+        host_only = self._host.table.flags(entries[:wanted]) & HOST_ONLY != 0
+        if host_only.any():
+            wanted = int(np.argmax(host_only))
         hashes = self._host.table.hashes(entries[:wanted])
         for disk, own in self._disks.by_disk(hashes):
             worth = 0
