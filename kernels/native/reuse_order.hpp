@@ -93,8 +93,7 @@ class ReuseOrder {
     // Whether enough was learnt for a table of so many blocks to go by it: blocks were seen to come back, or not, for longer
     // than the least recent one is there. Until then, the least recent goes.
     bool decides(std::size_t live) const {
-        decides_ = decides_ || learnt_->restored || 2 * std::size_t{learnt_->now} >= kTurnsTimesTwo * live;
-        return decides_;
+        return learnt_->restored || 2 * std::size_t{learnt_->now} >= kTurnsTimesTwo * live;
     }
 
     std::size_t bytes() const { return blocks_.bytes() + (below_ ? 0 : learnt_->history.bytes()); }
@@ -115,6 +114,7 @@ class ReuseOrder {
         std::uint8_t gap;
     };
     static_assert(sizeof(Block) == 32);
+    // Twice the accesses for each block of a table that pass before it goes by what was learnt.
     static constexpr std::size_t kTurnsTimesTwo = 3;
     static constexpr std::uint16_t kCold = ReuseStatistics::kClasses;  // the class of cooled blocks
     static constexpr std::uint16_t kClassMask = 0x3fff, kEvictable = 0x4000, kInTree = 0x8000;
@@ -175,7 +175,6 @@ class ReuseOrder {
 
     LazyArray<Block> blocks_;
     std::shared_ptr<ReuseLearnt> learnt_;
-    mutable bool decides_ = false;
     bool below_ = false;  // what is learnt is the business of the table above
     Trees trees_;
     mutable std::unordered_map<std::uint16_t, Queue> queues_;

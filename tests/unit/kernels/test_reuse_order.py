@@ -23,6 +23,8 @@ class Pool:
 
     def __init__(self, capacity: int, *, history_blocks: int = 1_000, ranks: bool = True) -> None:
         self.table = BlockTable(4 * capacity + 64, PAGES, seed=1, ranks=ranks, history_blocks=history_blocks)
+        if ranks:  # at once, as one that goes on with what was learnt before
+            assert self.table.restore_learnt(self.table.learnt())
         self.capacity = capacity
         self.there: dict[int, int] = {}
         """Entry by number."""
@@ -329,3 +331,17 @@ def test_a_block_that_is_named_twice_does_not_follow_itself() -> None:
     pool.request(1, 2, 1)
     assert pool.victims(64) == [2, 1]
     pool.table.check()
+
+
+def test_until_enough_was_learnt_the_least_recent_goes() -> None:
+    """Half as many accesses again as there are blocks: then what is asked for most stays, though others are
+    more recent. That holds however few blocks there were when it was first asked who goes."""
+    table = BlockTable(64, PAGES, seed=1, ranks=True, history_blocks=100)
+    assert not len(table.victims(DOMAIN, 1))
+    entries, _ = table.insert(SPACE, DOMAIN, hashes(*range(8)))
+    table.chained(entries)
+    table.commit(entries)  # the last one of the prompt is the most recent
+    assert table.victims(DOMAIN, 8).tolist() == entries.tolist()
+    for _ in range(3):
+        table.asked(SPACE, DOMAIN, hashes(*range(8)))
+    assert table.victims(DOMAIN, 8).tolist() == entries[::-1].tolist()
