@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtier import PartState
+from kvtier import PartState, Reason
 
 from tests.support.daemon import DaemonHost, until
 from tests.support.fake_cuda import FakeCuda
@@ -317,7 +317,13 @@ def test_memory_that_the_daemon_may_not_open_is_mirrored_from_the_next_step_on(
     monkeypatch.setenv("FAKE_CUDA_PID_NAMESPACE", "1")
     engine = machine.start("FakeGpuConnector", share)
     until(lambda: machine.host.status().refused_imports, "the driver has refused")
-    until(lambda: engine.worker._worker.link.client.memory_error is not None, "the engine has heard of it")
+
+    def has_heard() -> bool:
+        # Before this, it may have heard that the worker is gone, because another one is tried.
+        error = engine.worker._worker.link.client.memory_error
+        return error is not None and error.reason is Reason.IMPORT_REFUSED
+
+    until(has_heard, "the engine has heard of it")
     engine.add("notices", prompt(100))
     engine.run()
     assert engine.finished["notices"] == output_of(prompt(100), 8)

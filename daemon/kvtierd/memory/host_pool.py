@@ -277,9 +277,9 @@ class HostPool:
             start.discarded_slots,
             start.seconds,
         )
-        if start.quarantined_slots:
-            log.warning(
-                "pool %s: %d slots are in quarantine: a process that was writing them is not proved gone",
+        if start.quarantined_slots:  # usual after a kill, for a moment; an alert tells of those that stay
+            log.info(
+                "pool %s: %d slots are in quarantine until the process that was writing them is proved gone",
                 where,
                 start.quarantined_slots,
             )

@@ -57,7 +57,8 @@ class Place:
                     daemon.kill()
             if error is None:
                 for daemon in self._started:
-                    assert daemon.may_complain or daemon.complaints() == []
+                    complaints = [] if daemon.may_complain else daemon.complaints()
+                    assert not complaints, "\n".join(complaints)
 
 
 def side_by_side(
