@@ -81,8 +81,7 @@ class DiskConfig:
     read_queue_size: int = s.setting(
         _DISKS.read_queue_bytes,
         s.size,
-        "Bytes on their way from each disk at once; blocks beyond that are promoted when they are asked "
-        "for again.",
+        "Bytes on their way from each disk at once; blocks beyond that are promoted after them.",
     )
     slow_deadline_s: float = s.setting(
         _DISKS.slow_deadline_s,

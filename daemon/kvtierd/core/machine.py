@@ -84,14 +84,15 @@ class Machine:
             epoch_ids=itertools.count(first_epoch),
         )
         """For the validator and for tests to look at; nobody else changes anything in it."""
-        of_disks = DiskTier(self.core)
+        self._of_disks = of_disks = DiskTier(self.core)
         self.tier: Tier = of_disks if disks else NoTier()
         """What is below the host, for its tests."""
         self._every_lookup = False
         if policy is not None:
             self._keep_by(policy)
         self._leases = Leases(self.core)
-        self._lookups = Lookups(self.core, self._leases, self.tier)
+        self.lookups = Lookups(self.core, self._leases, self.tier)
+        """For tests to look at."""
         self._transfers = Transfers(self.core, self._leases, self.tier)
         self._clearing = BlockClearing(self.core)
         self._fencing = Fencing(self.core, self._transfers, self.tier)
@@ -108,9 +109,9 @@ class Machine:
             stimuli.UnregisterMemory: self._instances.unregister_memory,
             stimuli.EndSession: self._instances.end_session,
             stimuli.RenewSession: self._instances.renew,
-            stimuli.LookupBlocks: self._lookups.lookup,
-            stimuli.TouchBlocks: self._lookups.touch,
-            stimuli.PrefetchBlocks: self._lookups.prefetch,
+            stimuli.LookupBlocks: self.lookups.lookup,
+            stimuli.TouchBlocks: self.lookups.touch,
+            stimuli.PrefetchBlocks: self.lookups.prefetch,
             stimuli.SubmitStore: self._transfers.submit_store,
             stimuli.SubmitLoad: self._transfers.submit_load,
             stimuli.ReleaseLeases: self._leases.release,
@@ -118,7 +119,7 @@ class Machine:
             stimuli.PublishPage: self._publish_page,
             stimuli.PartFinished: self._fencing.part_finished,
             stimuli.SlotsChecked: self._sampler.checked,
-            stimuli.DiskJobFinished: of_disks.job_finished,
+            stimuli.DiskJobFinished: self._disk_job_finished,
             stimuli.StartScrub: of_disks.start_scrub,
             stimuli.ClearBlocks: self._clearing.clear,
             stimuli.SessionReleased: self._instances.session_released,
@@ -168,6 +169,12 @@ class Machine:
         if len(freed):
             self.core.blocks.actions.append(FreeSlots(freed))
 
+    # --- disks ---
+
+    def _disk_job_finished(self, stimulus: stimuli.DiskJobFinished) -> None:
+        self._of_disks.job_finished(stimulus)
+        self.lookups.ahead.go_on()
+
     # --- time ---
 
     def _drain(self, stimulus: stimuli.Drain) -> None:
@@ -207,6 +214,7 @@ class Machine:
         self._transfers.cancel_overdue()
         self._sampler.tick()
         self.tier.tick()
+        self.lookups.ahead.go_on()
         self.core.pages.tick()
         self.core.shadow.tick(self.core.now_s)
 

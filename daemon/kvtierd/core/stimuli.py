@@ -207,7 +207,8 @@ class TouchBlocks(Stimulus):
 class PrefetchBlocks(Stimulus):
     """Promotes what a lookup of the same queries would miss on the host and a disk has. The reply is
     `LookupReply`, without leases: what the lookup would say now, if it did not compare loading with
-    computing. Hits are not counted, and become recent only where blocks beyond them are brought up."""
+    computing. Hits are not counted, and become recent only where blocks beyond them are brought up. A lookup
+    of the same instance and prompt within a minute is the same use of its blocks."""
 
     session: ids.SessionId
     epoch: ids.Epoch
@@ -567,8 +568,7 @@ class CoreDisks:
     write_queue_bytes: int = 256 << 20
     """Bytes on their way to each disk at once."""
     read_queue_bytes: int = 1 << 30
-    """Bytes on their way from each disk at once. A promotion beyond that begins when the block is asked for
-    again."""
+    """Bytes on their way from each disk at once. What is beyond that of a prompt comes up after it."""
     job_bytes: int = 16 << 20
     """Bytes of one job; a job has at least one block, even if that is larger."""
     write_bytes_per_s: int = 0

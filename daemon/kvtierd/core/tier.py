@@ -39,6 +39,10 @@ class Tier(Protocol):
     def reads(self) -> bool:
         """Whether anything can be brought up now. While it is False, `find` finds nothing."""
 
+    @property
+    def idles(self) -> bool:
+        """Whether a queue of what is brought up has room for as much again as is in it."""
+
     def find(self, space: SpaceId, hashes: Hashes) -> Entries:
         """For each block the name of a copy that this tier can bring up now, or NO_ENTRY.
 
@@ -138,6 +142,7 @@ class NoTier(Tier):
 
     keeps_evicted = False
     reads = False
+    idles = False
 
     def find(self, space: SpaceId, hashes: Hashes) -> Entries:
         return np.full(len(hashes), NO_ENTRY, np.uint32)

@@ -83,6 +83,8 @@ class Calls:
         stimulus = prefetch_of(request, caller, self._limits)
         reply = self._cache.handle(stimulus)
         assert isinstance(reply, LookupReply)
+        if self.recording is not None:
+            self.recording.lookup(stimulus, reply)
         return replies.prefetch_reply(stimulus.queries, reply)
 
     def store(self, request: cache_pb2.StoreRequest, caller: Caller) -> cache_pb2.SubmitResponse:

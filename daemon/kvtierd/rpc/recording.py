@@ -14,7 +14,7 @@ from kvtierd.core.actions import LookupReply
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import HASH_BYTES_MAX, Hashes, SessionId, SpaceId
 from kvtierd.core.state.entities import GroupPlan
-from kvtierd.core.stimuli import LookupBlocks, SubmitStore
+from kvtierd.core.stimuli import LookupBlocks, PrefetchBlocks, SubmitStore
 
 KEPT_BYTES_MAX = 8 << 20
 """What may wait to be sent."""
@@ -65,9 +65,9 @@ class Recording:
         self._tenants: dict[int, int] = {}
         self._new_places: list[admin_pb2.RecordedPlace] = []
 
-    def lookup(self, stimulus: LookupBlocks, reply: LookupReply) -> None:
-        """A lookup was answered. It counts unless it asks again, or for blocks by themselves."""
-        if stimulus.again or reply.again:
+    def lookup(self, stimulus: LookupBlocks | PrefetchBlocks, reply: LookupReply) -> None:
+        """A lookup or prefetch was answered. It counts unless it asks again, or for blocks by themselves."""
+        if reply.again:
             return
         queries = stimulus.queries
         for query, found in zip(queries, reply.groups, strict=True):

@@ -23,6 +23,7 @@ from kvtierd.core.stimuli import (
     WorkerLost,
     WriteMode,
 )
+from kvtierd.core.transfers.ahead import Ahead
 
 from tests.unit.core.host import NONE, Host, Instance, keys
 
@@ -56,6 +57,11 @@ class DiskHost(Host):
     def disk(self) -> Disk:
         """The first."""
         return self.disks[0]
+
+    @property
+    def ahead(self) -> Ahead:
+        """What goes on by itself."""
+        return self.machine.lookups.ahead
 
     def stored_on_disk(self, instance: Instance, *numbers: int) -> None:
         """Stores blocks, and has them written to their disks."""

@@ -58,6 +58,10 @@ class RemoteTier(Tier):
     def reads(self) -> bool:
         return self._worker is not None and not self._late
 
+    @property
+    def idles(self) -> bool:
+        return 2 * len(self.writing) <= self._queue_blocks
+
     def find(self, space: SpaceId, hashes: Hashes) -> Entries:
         if not self.reads:
             return np.full(len(hashes), NO_ENTRY, np.uint32)

@@ -17,6 +17,7 @@ from kvtierd.core.actions import (
 from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.errors import Reason
 from kvtierd.core.maintenance.explain import BlockVerdict
+from kvtierd.core.state.waiting import WAITING_S
 from kvtierd.core.stimuli import (
     BlockQuery,
     CoreIntegrity,
@@ -29,6 +30,7 @@ from kvtierd.core.stimuli import (
     Tick,
     Verify,
 )
+from kvtierd.core.transfers import ahead
 
 from tests.unit.core.disk import READ, DiskHost, flagged
 from tests.unit.core.host import Instance, Told, keys, released
@@ -172,12 +174,9 @@ class TestARun:
         assert host.disk.status.reading_bytes == 3 * 4096
         assert told(one, *range(8)) == [PENDING]
         assert host.disk.jobs == [], "the queue is full"
-        host.disk.finish_all()
+        host.disk.finish(host.disk.open_jobs(READ)[0])
         assert told(one, *range(8)) == [HIT] * 3 + [PENDING]
-        host.disk.finish_all()
-        one.lookup(*range(8))
-        host.disk.finish_all()
-        assert told(one, *range(8)) == [HIT] * 8
+        assert host.disk.status.reading_bytes == 3 * 4096, "and goes on by itself"
 
     def test_longer_than_an_instance_may_lease_is_not_promoted_to_its_end(self, make_disk_host: Make) -> None:
         host = make_disk_host(limits=CoreLimits(leased_fraction_max=0.5))
@@ -354,37 +353,147 @@ class TestStores:
         assert one.store(*range(200, 224)).results == [0] * 24
 
 
-class TestPrefetch:
-    def prefetch(self, instance: Instance, *numbers: int, exact: bool = False) -> Told:
-        queries = (BlockQuery(0, keys(*numbers), exact=exact),)
-        reply = instance.host.do(PrefetchBlocks(instance.scheduler, instance.epoch, queries))
-        assert isinstance(reply, LookupReply)
-        return Told(reply, len(numbers), exact=exact)
+def prefetch(instance: Instance, *numbers: int, exact: bool = False) -> Told:
+    queries = (BlockQuery(0, keys(*numbers), exact=exact),)
+    reply = instance.host.do(PrefetchBlocks(instance.scheduler, instance.epoch, queries))
+    assert isinstance(reply, LookupReply)
+    return Told(reply, len(numbers), exact=exact)
 
+
+class TestPrefetch:
     def test_promotes_as_a_lookup_does_and_counts_no_lookup(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1, 2)
         before = disk_host.counters.lookups
-        assert self.prefetch(one, 1, 2, 3).states.tolist() == [PENDING]
+        assert prefetch(one, 1, 2, 3).states.tolist() == [PENDING]
         disk_host.disk.finish_all()
-        assert self.prefetch(one, 1, 2, 3).states.tolist() == [HIT, HIT, MISS]
+        assert prefetch(one, 1, 2, 3).states.tolist() == [HIT, HIT, MISS]
         assert disk_host.counters.lookups == before
         assert told(one, 1, 2) == [HIT, HIT]
 
     def test_tells_what_the_host_has_where_there_are_no_disks(self, host: Any) -> None:
         one = host.instance()
         one.stored(1)
-        assert self.prefetch(one, 1, 2).states.tolist() == [HIT, MISS]
-        assert self.prefetch(one, 2, 1, exact=True).states.tolist() == [MISS, HIT]
+        assert prefetch(one, 1, 2).states.tolist() == [HIT, MISS]
+        assert prefetch(one, 2, 1, exact=True).states.tolist() == [MISS, HIT]
 
     def test_does_nothing_while_draining(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1)
         disk_host.do(Drain())
-        assert self.prefetch(one, 1, 2, exact=True).states.tolist() == [MISS, MISS]
+        assert prefetch(one, 1, 2, exact=True).states.tolist() == [MISS, MISS]
 
     def test_is_checked_as_a_lookup_is(self, disk_host: DiskHost) -> None:
         one = disk_host.instance()
         stimulus = PrefetchBlocks(one.scheduler, one.epoch, (BlockQuery(0, keys(1)[:, :31]),))
         assert disk_host.reason(stimulus) is Reason.MALFORMED
+
+
+class TestGoingOn:
+    """A prompt of which a disk's queue has room for some comes up as a whole, and nobody has to ask again."""
+
+    @pytest.fixture
+    def host(self, make_disk_host: Make) -> DiskHost:
+        return make_disk_host(policy={"read_queue_bytes": 4 * 4096, "job_bytes": 4096})
+
+    @pytest.mark.parametrize("exact", [False, True])
+    @pytest.mark.parametrize("ask", [prefetch, Instance.lookup])
+    def test_after_one_question(self, host: DiskHost, ask: Callable[..., Told], exact: bool) -> None:
+        one = cold(host, *range(10))
+        assert PENDING in ask(one, *range(10), exact=exact).states
+        host.disk.finish_all()
+        assert one.hits(*range(10)) == list(range(10))
+        assert host.counters.promoted_blocks == 10
+        assert len(host.ahead) == 0
+
+    def test_once_half_of_the_queue_is_empty(self, host: DiskHost) -> None:
+        one = cold(host, *range(10))
+        prefetch(one, *range(10))
+        begun = host.disk.open_jobs()
+        host.disk.finish(begun[0])
+        assert host.disk.open_jobs() == begun[1:]
+        host.disk.finish(begun[1])
+        assert len(host.disk.open_jobs()) == 4
+
+    def test_prompts_take_turns(self, host: DiskHost) -> None:
+        one = cold(host, *range(40))
+        prefetch(one, *range(10))
+        prefetch(one, *range(20, 30))
+        for _ in range(4):
+            host.disk.finish(host.disk.open_jobs()[0])
+        assert host.disk.status.reading_bytes == 4 * 4096
+        host.disk.finish_all()
+        assert one.hits(*range(10)) == list(range(10))
+        assert one.hits(*range(20, 30)) == list(range(20, 30))
+
+    def test_not_for_an_instance_that_has_gone(self, host: DiskHost) -> None:
+        one = cold(host, *range(10))
+        prefetch(one, *range(10))
+        host.do(EndSession(one.scheduler, "died"))
+        host.do(released(one))
+        host.disk.finish_all()
+        assert host.counters.promoted_blocks == 4
+        assert len(host.ahead) == 0
+
+    def test_not_while_draining(self, host: DiskHost) -> None:
+        one = cold(host, *range(10))
+        prefetch(one, *range(10))
+        host.do(Drain())
+        host.disk.finish_all()
+        host.do(Resume())
+        host.do(Tick())
+        assert host.counters.promoted_blocks == 4
+
+    def test_not_a_minute_later(self, host: DiskHost) -> None:
+        one = cold(host, *range(10))
+        prefetch(one, *range(10))
+        host.now_s += WAITING_S
+        host.disk.finish_all()
+        assert host.counters.promoted_blocks == 4
+
+    def test_not_for_who_says_that_the_host_will_do(self, host: DiskHost) -> None:
+        one = cold(host, *range(10))
+        prefetch(one, *range(10))
+        one.lookup(*range(10), host_only=True)
+        host.disk.finish_all()
+        assert host.counters.promoted_blocks == 4
+
+    def test_not_where_computing_is_faster_by_now(self, host: DiskHost) -> None:
+        one = cold(host, *range(10))
+        prefetch(one, *range(10))
+        [instance] = host.machine.core.instances.values()
+        instance.prefill_tokens_per_s = 1e9
+        for job in host.disk.open_jobs():
+            host.disk.finish(job, bytes=4096, busy_s=1.0)
+        assert host.disk.open_jobs() == []
+        assert host.counters.promoted_blocks == 4
+
+    def test_with_a_disk_that_is_back(self, host: DiskHost) -> None:
+        one = cold(host, *range(10))
+        prefetch(one, *range(10))
+        host.disk.lose()
+        host.disk.exit()
+        host.disk.resume()
+        host.do(Tick())
+        host.disk.finish_all()
+        assert one.hits(*range(10)) == list(range(10))
+
+    def test_of_so_many_hashes_at_most(self, host: DiskHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ahead, "HASHES_MAX", 25)
+        one = cold(host, *range(40))
+        for first in range(0, 40, 10):
+            prefetch(one, *range(first, first + 10))
+        assert len(host.ahead) == 2
+        host.disk.finish_all()
+        assert one.hits(*range(20, 40)) == list(range(20, 40))
+        assert one.hits(*range(10)) == list(range(4))
+        assert one.hits(*range(10, 20)) == []
+
+    def test_a_message_is_not_kept_for_it(self, host: DiskHost) -> None:
+        one = cold(host, *range(10))
+        hashes = keys(*range(10))
+        host.do(PrefetchBlocks(one.scheduler, one.epoch, (BlockQuery(0, hashes),)))
+        hashes[:] = 0
+        host.disk.finish_all()
+        assert one.hits(*range(10)) == list(range(10))
 
 
 class TestExplain:

@@ -3,12 +3,23 @@ not."""
 
 from __future__ import annotations
 
+import pytest
 from kvtier_kernels import BlockTable as NativeTable
 from kvtierd.core.state.waiting import WAITING_MAX, WAITING_S, Waiting
-from kvtierd.core.stimuli import BlockQuery, CoreDisks, PoolPolicy, Reconfigure, SubmittedChain, WriteMode
+from kvtierd.core.stimuli import (
+    BlockQuery,
+    CoreDisks,
+    PoolPolicy,
+    PrefetchBlocks,
+    Reconfigure,
+    SubmittedChain,
+    WriteMode,
+)
 
 from tests.unit.core.disk import DiskHost
-from tests.unit.core.host import keys
+from tests.unit.core.host import Instance, keys
+
+CHAIN_OF_TWO = (SubmittedChain(2),)
 
 
 def prompt(*numbers: int, group: int = 0) -> tuple[BlockQuery, ...]:
@@ -20,7 +31,8 @@ def test_who_was_told_to_wait_asks_again_until_told_otherwise() -> None:
     assert not waiting.asks_again(prompt(1, 2), 0.0)
     waiting.told(prompt(1, 2), 0.0, to_wait=True)
     assert waiting.asks_again(prompt(1, 2), 1.0)
-    for another in (prompt(1), prompt(1, 3), prompt(2), prompt(1, 2, group=1)):
+    assert waiting.asks_again(prompt(2), 1.0), "its engine has the first block by now"
+    for another in (prompt(1), prompt(1, 3), prompt(1, 2, group=1)):
         assert not waiting.asks_again(another, 1.0)
     waiting.told(prompt(1, 2), 1.0, to_wait=False)
     assert not waiting.asks_again(prompt(1, 2), 1.0)
@@ -44,17 +56,42 @@ def test_the_latest_are_remembered() -> None:
     assert waiting.asks_again(prompt(0), 2.0)
 
 
-def test_a_prompt_that_a_disk_brings_up_is_used_once() -> None:
+def by_reuse() -> tuple[DiskHost, Instance]:
+    """A host that learns, and an instance of which only a disk has the blocks 0 and 1."""
     host = DiskHost(NativeTable, mode=WriteMode.THROUGH)
     host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH), PoolPolicy.REUSE))
     one = host.instance()
-    one.store(0, 1, chains=(SubmittedChain(2),)).finish()
+    one.store(0, 1, chains=CHAIN_OF_TWO).finish()
     host.disk.finish_all()
     host.disk.pause()
     for first in range(100, 200, 4):  # pushes them out
         one.store(*range(first, first + 4), chains=(SubmittedChain(4),)).finish()
     host.disk.resume()
     assert not one.hits(0)
+    return host, one
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_prompt_that_is_brought_up_ahead_is_used_once(on_host: bool) -> None:
+    host, one = by_reuse()
+    if on_host:
+        one.store(0, 1, chains=CHAIN_OF_TWO).finish()
+    table = host.machine.core.blocks.table
+    before = table.learnt()
+    ahead = PrefetchBlocks(one.scheduler, one.epoch, prompt(0, 1))
+    host.do(ahead)
+    host.disk.finish_all()
+    used = table.learnt()
+    assert used != before
+    host.do(ahead)
+    assert one.lookup(0, 1).hits == 2
+    assert table.learnt() == used, "its own lookup is the same use"
+    one.lookup(0, 1)
+    assert table.learnt() != used, "and then it is another"
+
+
+def test_a_prompt_that_a_disk_brings_up_is_used_once() -> None:
+    host, one = by_reuse()
     one.lookup(0, 1)
     table = host.machine.core.blocks.table
     before = table.learnt()

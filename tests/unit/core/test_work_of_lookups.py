@@ -204,7 +204,7 @@ def test_the_control_a_step_more_would_show(monkeypatch: pytest.MonkeyPatch) -> 
     host = DiskHost(RecordedTable)
     asker, other = host.instance("asker", owner=ASKER), host.instance("other", owner=OTHER)
     on_host(host, other)
-    lookups = host.machine._lookups
+    lookups = host.machine.lookups
     find, plans = lookups._find, host.machine.core.names[OTHER, "other"].plans
 
     def curious(asks: Any) -> int:

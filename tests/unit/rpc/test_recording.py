@@ -55,7 +55,8 @@ def lookup(
     recording: Recording, *queries: BlockQuery, session: int = 1, again: bool = False, hits: int = 0
 ) -> None:
     stimulus = LookupBlocks(SessionId(session), EPOCH, queries, lease=True, again=again)
-    reply = LookupReply(tuple(GroupHits(hits, np.zeros(0, np.uint8)) for _ in queries))
+    groups = tuple(GroupHits(hits, np.zeros(0, np.uint8)) for _ in queries)
+    reply = LookupReply(groups, again=again)
     recording.lookup(stimulus, reply)
 
 

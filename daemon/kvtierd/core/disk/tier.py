@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.blocks.prefix import Mask
 from kvtierd.core.disk.admission import Admission
 from kvtierd.core.disk.disk_health import DiskHealth
@@ -45,6 +46,11 @@ class DiskTier:
     @property
     def reads(self) -> bool:
         return self._disks.any_live
+
+    @property
+    def idles(self) -> bool:
+        most = self._disks.policy.read_queue_bytes
+        return any(disk.live and 2 * disk.bytes[DiskJobKind.READ] <= most for disk in self._disks.all)
 
     def in_time(self, entries: Entries) -> Mask:
         if not self._disks.late_jobs:

@@ -34,6 +34,8 @@ class Ask(Shape):
     """Entries of what the readable prefix needs."""
     told: U8 = field(init=False)
     """What the reply says about it, as in `GroupHits.states`."""
+    left: bool = False
+    """Some of the blocks that come from below wait for room in a queue."""
     lease: LeaseGrant | None = None
 
     def look(self, table: BlockTable, end: int) -> int:

@@ -14,9 +14,10 @@ from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import Instance, LeaseCut
 from kvtierd.core.stimuli import BlockQuery, LookupBlocks, PrefetchBlocks, TouchBlocks
 from kvtierd.core.tier import Tier
+from kvtierd.core.transfers.ahead import Ahead
 from kvtierd.core.transfers.checks import check_queries
 from kvtierd.core.transfers.leases import Leases
-from kvtierd.core.transfers.outlook import HIT, MISS, PENDING, WRITING, Outlook
+from kvtierd.core.transfers.outlook import ABSENT, HIT, MISS, PENDING, WRITING, Outlook
 
 
 class Lookups:
@@ -28,6 +29,7 @@ class Lookups:
         self._tier = tier
         self._below = core.disks.tables
         self._outlook = Outlook(core, tier)
+        self.ahead = Ahead(core, tier, self._bring_up)
 
     def lookup(self, stimulus: LookupBlocks) -> LookupReply:
         """Finds the longest prefix that all groups can load now, or each block of an exact query. The blocks
@@ -42,28 +44,16 @@ class Lookups:
         core.tally.lookups += 1
         if not asks:  # everything is a miss, because a hit would lead to a load, which is refused
             self._count_unanswered(instance, queries)
-            return _nothing(queries)
+            return _nothing(queries, again=stimulus.again)
         again = stimulus.again or instance.waiting.asks_again(queries, core.now_s)
-        learns = self._blocks.ranks and not again
-        for ask in asks if learns else ():
-            if not (ask.query.exact or ask.window_blocks):
-                self._table.asked(ask.plan.space, ask.plan.domain.domain, ask.query.hashes, self._below)
-        tokens = self._find(asks)
-        for ask in asks if not again else ():
-            if ask.query.exact or ask.window_blocks:
-                ask.plan.by_prefix = False
-            else:
-                core.shadow.asked(ask.plan, ask.query.hashes, len(ask.found))
+        tokens = self._find(asks) if again else self._use(asks)
         if tokens and instance.prefill_tokens_per_s:
             wanted = [(ask.plan, len(ask.found)) for ask in asks]
             if self._tier.load_loses(instance, wanted, tokens):
-                return self._recomputed(instance, asks, tokens)
+                return self._recomputed(instance, asks, tokens, again=again)
         leased, refused = tokens, None
         if stimulus.lease and tokens:
             leased, refused = self._lease(instance, asks, tokens)
-        for ask in asks if learns and tokens else ():
-            if ask.query.exact or ask.window_blocks:
-                self._table.asked_each(ask.found, self._below)
         if tokens:
             held = asks[0].lease is not None and leased == tokens
             for ask in asks:
@@ -71,7 +61,8 @@ class Lookups:
                     self._blocks.touch(ask.found)
                 self._tier.found(ask.plan.domain, ask.found)
         if refused is None:
-            self._tell(instance, asks, tokens, host_only=stimulus.host_only)
+            left = self._tell(instance, asks, tokens, host_only=stimulus.host_only)
+            self.ahead.asked(instance, queries, left=left)
         else:
             self._tell_of_cut(asks, tokens, leased)
         self._count(instance, asks, tokens, leased)
@@ -82,7 +73,8 @@ class Lookups:
         return _reply(asks, tokens, leased, refused, again=again)
 
     def prefetch(self, stimulus: PrefetchBlocks) -> LookupReply:
-        """Promotes what disks have, as a lookup does, but leases nothing and counts nothing."""
+        """Promotes what disks have, as a lookup does, but leases nothing and counts no hits. The lookup that
+        is to come uses the same blocks, so that both together are one use."""
         core, queries = self._core, stimulus.queries
         instance = core.submitter(stimulus.session, stimulus.epoch)
         check_queries(queries, core.limits.lookup_hashes_max, together=True)
@@ -90,10 +82,18 @@ class Lookups:
         asks = self._asks(instance, queries) if loads else ()
         instance.alive_at_s = core.now_s
         if not asks:
-            return _nothing(queries)
-        tokens = self._find(asks)
-        self._tell(instance, asks, tokens, host_only=False)
-        return _reply(asks, tokens, tokens, None, again=False)
+            return _nothing(queries, again=True)
+        again = instance.waiting.asks_again(queries, core.now_s)
+        tokens = self._find(asks) if again else self._use(asks)
+        left = self._tell(instance, asks, tokens, host_only=False)
+        self.ahead.asked(instance, queries, left=left)
+        instance.waiting.told(queries, core.now_s, to_wait=True)
+        return _reply(asks, tokens, tokens, None, again=again)
+
+    def _bring_up(self, instance: Instance, queries: Sequence[BlockQuery]) -> bool:
+        """Begins to bring up more of what was asked for. Returns whether some of it is left."""
+        asks = self._asks(instance, queries)
+        return self._tell(instance, asks, self._find(asks), host_only=False)
 
     def touch(self, stimulus: TouchBlocks) -> None:
         """Makes hits recent, or cold, group by group."""
@@ -126,6 +126,22 @@ class Lookups:
             plan = self._core.plan(instance, query.group)
             asks.append(Ask(plan.block_tokens, query.window_blocks, len(query.hashes), plan, query))
         return asks
+
+    def _use(self, asks: Sequence[Ask]) -> int:
+        """As `_find`, and tells everybody who learns from it that these blocks are used."""
+        ranks = self._blocks.ranks
+        for ask in asks if ranks else ():
+            if not (ask.query.exact or ask.window_blocks):
+                self._table.asked(ask.plan.space, ask.plan.domain.domain, ask.query.hashes, self._below)
+        tokens = self._find(asks)
+        for ask in asks:
+            if not (ask.query.exact or ask.window_blocks):
+                self._core.shadow.asked(ask.plan, ask.query.hashes, len(ask.found))
+                continue
+            ask.plan.by_prefix = False
+            if ranks and tokens:
+                self._table.asked_each(ask.found, self._below)
+        return tokens
 
     def _find(self, asks: Sequence[Ask]) -> int:
         """Tokens of the prefix that the host can serve; fills in what each ask has found."""
@@ -198,12 +214,13 @@ class Lookups:
 
     # --- what is told ---
 
-    def _tell(self, instance: Instance, asks: Sequence[Ask], tokens: int, *, host_only: bool) -> None:
+    def _tell(self, instance: Instance, asks: Sequence[Ask], tokens: int, *, host_only: bool) -> bool:
         """Fills in what the reply says, including blocks that are on their way, and begins to bring up what
-        disks have."""
+        disks have. Returns whether some of it waits for room in a queue."""
         if asks[0].query.exact:
             asks[0].told = self._outlook.exact(instance, asks[0], host_only=host_only)
-            return
+            return asks[0].left
+        left = False
         longer = self._outlook.beyond(instance, asks, tokens, host_only=host_only)
         for ask in asks:
             ask.told = told = _hit(ask, tokens, longer)
@@ -211,6 +228,8 @@ class Lookups:
                 first, end = ask.needed_beyond(tokens, longer)
                 _, raw = self._table.lookup(ask.plan.space, ask.query.hashes[first:end])
                 told[first:] = np.where(raw == READY, HIT, PENDING)
+                left = left or bool((raw == ABSENT).any())
+        return left
 
     def _tell_of_cut(self, asks: Sequence[Ask], tokens: int, leased: int) -> None:
         """Fills in what the reply says when less is leased than is readable. What can be leased once other
@@ -240,9 +259,11 @@ class Lookups:
         else:
             tally.missed_not_ready += hashes
 
-    def _recomputed(self, instance: Instance, asks: Sequence[Ask], tokens: int) -> LookupReply:
+    def _recomputed(
+        self, instance: Instance, asks: Sequence[Ask], tokens: int, *, again: bool
+    ) -> LookupReply:
         """The reply when computing what was found is faster than loading it: nothing is a hit."""
-        reply, tally = _nothing([ask.query for ask in asks]), self._core.tally
+        reply, tally = _nothing([ask.query for ask in asks], again=again), self._core.tally
         for ask, group in zip(asks, reply.groups, strict=True):
             ask.told = group.states
             tally.recompute_blocks += len(ask.found)
@@ -295,10 +316,11 @@ def _hit(ask: Ask, tokens: int, longer: int) -> U8:
     return states
 
 
-def _nothing(queries: Sequence[BlockQuery]) -> LookupReply:
-    return LookupReply(
-        tuple(GroupHits(0, np.zeros(len(query.hashes) if query.exact else 0, np.uint8)) for query in queries)
+def _nothing(queries: Sequence[BlockQuery], *, again: bool) -> LookupReply:
+    groups = tuple(
+        GroupHits(0, np.zeros(len(query.hashes) if query.exact else 0, np.uint8)) for query in queries
     )
+    return LookupReply(groups, again=again)
 
 
 def _reply(

@@ -171,6 +171,8 @@ class Outlook:
         pinned = ask.lease is None and self._pin(ask.found)
         coming = self._tier.bring_up(ask.plan, view.hashes, view.copies, in_order=False)
         states[view.below[coming]] = PENDING
+        _, now = self._host.table.lookup(ask.plan.space, np.ascontiguousarray(view.hashes[coming]))
+        ask.left = bool((now == ABSENT).any())
         if pinned:
             self._host.unpin(ask.plan.domain, ask.found)
         return states
