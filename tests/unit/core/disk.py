@@ -23,7 +23,7 @@ from kvtierd.core.stimuli import (
     WorkerLost,
     WriteMode,
 )
-from kvtierd.core.transfers.ahead import Ahead
+from kvtierd.core.transfers.ahead import OpenPrompts
 
 from tests.unit.core.host import NONE, Host, Instance, keys
 
@@ -59,7 +59,7 @@ class DiskHost(Host):
         return self.disks[0]
 
     @property
-    def ahead(self) -> Ahead:
+    def ahead(self) -> OpenPrompts:
         """What goes on by itself."""
         return self.machine.lookups.ahead
 

@@ -27,7 +27,7 @@ class _Prompt:
         return sum(len(query.hashes) for query in self.queries)
 
 
-class Ahead:
+class OpenPrompts:
     """Prompts of which some blocks wait for room in the tier's queues, in the order in which they go on."""
 
     def __init__(

@@ -14,7 +14,7 @@ from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.entities import Instance, LeaseCut
 from kvtierd.core.stimuli import BlockQuery, LookupBlocks, PrefetchBlocks, TouchBlocks
 from kvtierd.core.tier import Tier
-from kvtierd.core.transfers.ahead import Ahead
+from kvtierd.core.transfers.ahead import OpenPrompts
 from kvtierd.core.transfers.checks import check_queries
 from kvtierd.core.transfers.leases import Leases
 from kvtierd.core.transfers.outlook import ABSENT, HIT, MISS, PENDING, WRITING, Outlook
@@ -29,7 +29,7 @@ class Lookups:
         self._tier = tier
         self._below = core.disks.tables
         self._outlook = Outlook(core, tier)
-        self.ahead = Ahead(core, tier, self._bring_up)
+        self.ahead = OpenPrompts(core, tier, self._bring_up)
 
     def lookup(self, stimulus: LookupBlocks) -> LookupReply:
         """Finds the longest prefix that all groups can load now, or each block of an exact query. The blocks
