@@ -508,6 +508,35 @@ def copy_rows_loop(function_address: int, device: numpy.typing.NDArray[numpy.uin
     memory or back.
     """
 
+class EventLog:
+    """
+    What engines look up and store, until it is taken: events, and of each block hash eight bytes, which are
+    mixed from all 32 with a `secret` of 32 random bytes. It has one writer, and takes no more than about
+    twice `bytes_max` of memory.
+    """
+
+    def __init__(self, bytes_max: int, secret: bytes) -> None: ...
+
+    def add(self, kind: int, time_us: int, place: int, hits: int, part: int, hashes: numpy.typing.NDArray[numpy.uint8], behind: numpy.typing.NDArray[numpy.uint8] | None = None) -> bool:
+        """
+        Adds an event of these `hashes`, shape (n, 32), which come behind those of `behind`, if that is given. Returns
+        whether there was room for it.
+        """
+
+    @property
+    def size_bytes(self) -> int:
+        """What the events take that are there."""
+
+    @staticmethod
+    def bytes_of(hashes: int) -> int:
+        """What an event of so many hashes takes."""
+
+    def take(self, bytes_max: int) -> tuple[bytes, bytes]:
+        """
+        Takes the first events: as many as have `bytes_max` bytes with their hashes, but one at least. Returns six numbers
+        of eight bytes for each (kind, time, place, number of hashes, hits, part), and eight bytes for each hash.
+        """
+
 class PoolRecords:
     """
     Slot records of a pool file (format 1, or 2 for a slab that holds ciphertext): the only code that changes a slot's state.

@@ -12,6 +12,7 @@ NB_MODULE(_native, module) {
     kvtier::register_copy_plan(module);
     kvtier::register_device_plan(module);
     kvtier::register_driver_loops(module);
+    kvtier::register_event_log(module);
     kvtier::register_pool(module);
     kvtier::register_words(module);
     kvtier::register_slab_io(module);  // takes SharedWords

@@ -10,6 +10,7 @@ void register_checksum(nanobind::module_& module);
 void register_copy_plan(nanobind::module_& module);
 void register_device_plan(nanobind::module_& module);
 void register_driver_loops(nanobind::module_& module);
+void register_event_log(nanobind::module_& module);
 void register_hold_counts(nanobind::module_& module);
 void register_index_page(nanobind::module_& module);
 void register_pool(nanobind::module_& module);

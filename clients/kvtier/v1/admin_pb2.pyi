@@ -124,20 +124,21 @@ global___RecordRequest = RecordRequest
 
 @typing.final
 class RecordBatch(google.protobuf.message.Message):
-    """Events of a recording, in their order. Each list that says so has one element for each event."""
+    """A part of a recording. Events are bytes, because a front that records makes one of every lookup."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PLACES_FIELD_NUMBER: builtins.int
-    KINDS_FIELD_NUMBER: builtins.int
-    TIMES_US_FIELD_NUMBER: builtins.int
-    PLACE_OF_FIELD_NUMBER: builtins.int
-    HASH_COUNT_FIELD_NUMBER: builtins.int
-    HITS_FIELD_NUMBER: builtins.int
-    PARTS_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
     HASHES_FIELD_NUMBER: builtins.int
     DROPPED_EVENTS_FIELD_NUMBER: builtins.int
     DROPPED_BLOCKS_FIELD_NUMBER: builtins.int
+    events: builtins.bytes
+    """The events, in their order, six numbers of eight bytes (little-endian) for each:
+    a RecordedKind; microseconds since the recording began; RecordedPlace.number; how many of `hashes` are its own, one
+    at least; of a lookup its leading blocks that were hits, of a store 0; of a lookup of how many groups it asks
+    together, of a store which of the chains of one StoreRequest this is, from 0 on.
+    """
     hashes: builtins.bytes
     """Eight bytes for each hash of all events, one after the other, which stand for it in this recording. They are mixed
     from it with random numbers, but can be guessed from it: whoever writes them down has to hide them.
@@ -149,47 +150,16 @@ class RecordBatch(google.protobuf.message.Message):
     def places(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RecordedPlace]:
         """Where blocks belong that these events are the first to tell of."""
 
-    @property
-    def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___RecordedKind.ValueType]:
-        """One for each event."""
-
-    @property
-    def times_us(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One for each event: microseconds since the recording began."""
-
-    @property
-    def place_of(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One for each event: RecordedPlace.number."""
-
-    @property
-    def hash_count(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One for each event: how many of `hashes` are its own, one at least."""
-
-    @property
-    def hits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One for each event. A lookup: its leading blocks that were hits. A store: 0."""
-
-    @property
-    def parts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """One for each event. A lookup: of how many groups it asks together. A store: which of the chains of one StoreRequest
-        this is, from 0 on.
-        """
-
     def __init__(
         self,
         *,
         places: collections.abc.Iterable[global___RecordedPlace] | None = ...,
-        kinds: collections.abc.Iterable[global___RecordedKind.ValueType] | None = ...,
-        times_us: collections.abc.Iterable[builtins.int] | None = ...,
-        place_of: collections.abc.Iterable[builtins.int] | None = ...,
-        hash_count: collections.abc.Iterable[builtins.int] | None = ...,
-        hits: collections.abc.Iterable[builtins.int] | None = ...,
-        parts: collections.abc.Iterable[builtins.int] | None = ...,
+        events: builtins.bytes = ...,
         hashes: builtins.bytes = ...,
         dropped_events: builtins.int = ...,
         dropped_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dropped_blocks", b"dropped_blocks", "dropped_events", b"dropped_events", "hash_count", b"hash_count", "hashes", b"hashes", "hits", b"hits", "kinds", b"kinds", "parts", b"parts", "place_of", b"place_of", "places", b"places", "times_us", b"times_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_blocks", b"dropped_blocks", "dropped_events", b"dropped_events", "events", b"events", "hashes", b"hashes", "places", b"places"]) -> None: ...
 
 global___RecordBatch = RecordBatch
 

@@ -101,7 +101,8 @@ class RecordWriter:
 
     def add(self, batch: admin_pb2.RecordBatch) -> None:
         """Takes what the daemon has sent. Raises OSError if a file is full and cannot be written."""
-        size_bytes = EVENT_BYTES * len(batch.kinds) + KEYED_BYTES * (len(batch.hashes) // HASH_BYTES)
+        events = np.frombuffer(batch.events, "<u8").reshape(-1, len(EVENT_ARRAYS))
+        size_bytes = EVENT_BYTES * len(events) + KEYED_BYTES * (len(batch.hashes) // HASH_BYTES)
         if self.waiting_bytes and self.waiting_bytes + size_bytes > self._file_bytes_max - HEAD_BYTES:
             self.write()
         for place in batch.places:
@@ -109,17 +110,16 @@ class RecordWriter:
                 [place.number, place.tenant, place.group, place.block_tokens, place.block_bytes]
             )
         self.dropped_events, self.dropped_blocks = batch.dropped_events, batch.dropped_blocks
-        if not batch.kinds:
+        if not len(events):
             return
-        given = (batch.kinds, batch.times_us, batch.place_of, batch.hash_count, batch.hits, batch.parts)
-        for (name, kind), values in zip(EVENT_ARRAYS.items(), given, strict=True):
-            self._columns.setdefault(name, []).append(np.array(values, kind))
+        for (name, kind), column in zip(EVENT_ARRAYS.items(), events.T, strict=True):
+            self._columns.setdefault(name, []).append(column.astype(kind))
         raw = batch.hashes
         keyed = b"".join([self._keyed(raw[at : at + HASH_BYTES]) for at in range(0, len(raw), HASH_BYTES)])
         self._hashes.append(np.frombuffer(keyed, "<u8"))
         self.waiting_bytes += size_bytes
-        self.events += len(batch.kinds)
-        self.requests += sum(kind == LOOKUP for kind in batch.kinds)
+        self.events += len(events)
+        self.requests += int((events[:, 0] == LOOKUP).sum())
         self.blocks += len(keyed) // KEYED_BYTES
 
     def write(self, *, ended: bool = False) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvtier.v1 import admin_pb2
+from kvtier_kernels import EventLog
 from kvtierd.core.actions import GroupHits, LookupReply
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import Epoch, Hashes, SessionId, Ticket
@@ -66,6 +67,12 @@ def store(recording: Recording, hashes: Hashes, *chains: SubmittedChain) -> None
     recording.store(SubmitStore(SessionId(1), EPOCH, signals, 0, hashes, ids, chains=chains))
 
 
+def columns(batch: admin_pb2.RecordBatch) -> tuple[list[int], ...]:
+    """Kinds, times, places, numbers of hashes, hits and parts."""
+    [*found] = np.frombuffer(batch.events, "<u8").reshape(-1, 6).T.tolist()
+    return tuple(found)
+
+
 def names(batch: admin_pb2.RecordBatch) -> list[int]:
     """The hashes of a batch, numbered by first appearance."""
     known: dict[int, int] = {}
@@ -92,19 +99,21 @@ def test_lookups_come_with_time_place_and_hits(recording: Recording, clock: Cloc
     clock.now_s += 1.0
     lookup(recording, BlockQuery(1, keys(4)), BlockQuery(0, keys(5, 6)), session=3)
     [batch] = recording.batches()
-    assert list(batch.kinds) == [LOOKUP] * 4
-    assert list(batch.times_us) == [1_500_000, 1_500_000, 2_500_000, 2_500_000]
-    assert list(batch.place_of) == [1, 1, 2, 3]
-    assert list(batch.hash_count) == [3, 1, 1, 2]
-    assert list(batch.hits) == [2, 0, 0, 0]
-    assert list(batch.parts) == [1, 1, 2, 2]
+    assert columns(batch) == (
+        [LOOKUP] * 4,
+        [1_500_000, 1_500_000, 2_500_000, 2_500_000],
+        [1, 1, 2, 3],
+        [3, 1, 1, 2],
+        [2, 0, 0, 0],
+        [1, 1, 2, 2],
+    )
     assert names(batch) == [0, 1, 2, 0, 3, 4, 5]
     places = [
         (each.number, each.tenant, each.group, each.block_tokens, each.block_bytes) for each in batch.places
     ]
     assert places == [(1, 1, 0, 16, 4_096), (2, 2, 1, 16, 8_192), (3, 2, 0, 16, 4_096)]
     [after] = recording.batches()
-    assert (list(after.kinds), list(after.places)) == ([], [])
+    assert (after.events, list(after.places)) == (b"", [])
 
 
 def test_what_is_no_use_of_a_prefix_is_left_out(recording: Recording) -> None:
@@ -114,37 +123,36 @@ def test_what_is_no_use_of_a_prefix_is_left_out(recording: Recording) -> None:
     lookup(recording, BlockQuery(0, keys()))
     lookup(recording, BlockQuery(0, keys(1)), session=9)
     [batch] = recording.batches()
-    assert (list(batch.kinds), batch.dropped_events) == ([], 0)
+    assert (batch.events, batch.dropped_events) == (b"", 0)
 
 
 def test_stores_come_chain_by_chain(recording: Recording) -> None:
     store(recording, keys(1, 2, 3), SubmittedChain(2), SubmittedChain(1, keys(7)))
     store(recording, keys(8, 9))
     [batch] = recording.batches()
-    assert list(batch.kinds) == [STORE, BEHIND, LOOSE]
-    assert list(batch.parts) == [0, 1, 0]
-    assert list(batch.hash_count) == [2, 2, 2]
+    kinds, _, _, counts, _, parts = columns(batch)
+    assert (kinds, parts, counts) == ([STORE, BEHIND, LOOSE], [0, 1, 0], [2, 2, 2])
     assert names(batch) == list(range(6))
 
 
 def test_what_finds_no_room_is_dropped_and_counted_until_there_is_room_again(clock: Clock) -> None:
-    recording = Recording(plan_of, clock, kept_bytes_max=1_000)
+    recording = Recording(plan_of, clock, kept_bytes_max=3 * EventLog.bytes_of(2) + EventLog.bytes_of(1))
     for _ in range(5):
         lookup(recording, BlockQuery(0, keys(1, 2)))
     [batch] = recording.batches()
-    assert (len(batch.kinds), batch.dropped_events, batch.dropped_blocks) == (3, 2, 4)
+    assert (len(columns(batch)[0]), batch.dropped_events, batch.dropped_blocks) == (3, 2, 4)
     lookup(recording, BlockQuery(0, keys(1)))
     [batch] = recording.batches()
-    assert (len(batch.kinds), batch.dropped_events, batch.dropped_blocks) == (1, 2, 4)
+    assert (len(columns(batch)[0]), batch.dropped_events, batch.dropped_blocks) == (1, 2, 4)
 
 
 def test_messages_are_bounded(recording: Recording) -> None:
     hashes = np.zeros((1_024, 32), np.uint8)
     assert not recording.has_message()
-    for _ in range(50):
+    for _ in range(200):
         lookup(recording, BlockQuery(0, hashes))
     assert recording.has_message()
     batches = list(recording.batches())
-    assert sum(len(batch.kinds) for batch in batches) == 50
-    assert max(len(batch.hashes) for batch in batches) <= BATCH_BYTES_MAX + hashes.nbytes
+    assert sum(len(columns(batch)[0]) for batch in batches) == 200
+    assert max(len(batch.hashes) for batch in batches) <= BATCH_BYTES_MAX + 8 * len(hashes)
     assert not recording.has_message()

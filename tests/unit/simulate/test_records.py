@@ -39,12 +39,13 @@ def batch(
             )
             for number in places
         ],
-        kinds=[admin_pb2.RecordedKind.ValueType(each[0]) for each in events],
-        times_us=[at_us + 1_000_000 * number for number in range(len(events))],
-        place_of=[each[1] for each in events],
-        hash_count=[len(each[2]) for each in events],
-        hits=[each[3] for each in events],
-        parts=[each[4] for each in events],
+        events=np.array(
+            [
+                (each[0], at_us + 1_000_000 * number, each[1], len(each[2]), each[3], each[4])
+                for number, each in enumerate(events)
+            ],
+            "<u8",
+        ).tobytes(),
         hashes=b"".join(np.array(each[2], "<u8").tobytes() for each in events),
         dropped_events=dropped[0],
         dropped_blocks=dropped[1],
