@@ -1,6 +1,6 @@
 """Draws docs/figures/first_token.svg from the numbers in docs/figures/first_token.json: `make figures`.
 
-The numbers are copied from docs/benchmarks.md, which says how they were measured; the JSON file repeats the
+The numbers are copied from docs/evidence.md, which says how they were measured; the JSON file repeats the
 conditions. The drawing carries a digest of that file, and a test compares the two. This needs matplotlib,
 which only `make figures` installs.
 """
@@ -49,7 +49,7 @@ def draw(data: bytes, out: Path) -> None:
         axis.set_xlabel("mean time to the first token, ms")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()  # the panels share this axis
-    figure.text(0.01, 0.01, "Two CPU cores, no GPU, small model. Conditions: docs/benchmarks.md", fontsize=8)
+    figure.text(0.01, 0.01, "Two CPU cores, no GPU, small model. Conditions: docs/evidence.md", fontsize=8)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(out, metadata={"Date": None, "Description": f"{DATA.name} {digest(data)}"})
 

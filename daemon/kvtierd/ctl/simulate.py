@@ -85,7 +85,8 @@ def simulate(
     arrays (parent, leaf, intok, ts). It is replayed through the daemon's own core, with an engine that has no
     cache of its own. No daemon need run. Policies: lru and reuse are those of pool.policy; reuse learns how
     blocks come back. optimum knows the future and shows what is left to win (with a disk, in both tiers
-    together). fifo, arc and s3fifo are from books, to compare with: the daemon does not have them.
+    together). fifo, round-robin, arc and s3fifo are from books, to compare with: the daemon does not have
+    them.
     """
     # Imported only here, because no other command needs the core.
     from rich.console import Console

@@ -1,7 +1,8 @@
 """Policies from books, to compare with: they see blocks by themselves, one access after another, and know
 nothing of prompts. The daemon has none of them, because each loses a lot on some trace.
 
-A request accesses its blocks from the last to the first, so that the beginning of a prompt is most recent.
+A request accesses its blocks from the last to the first, so that the beginning of a prompt is most recent;
+only RoundRobin goes the other way.
 """
 
 from collections import OrderedDict, deque
@@ -19,6 +20,8 @@ class Policy(Protocol):
 
     inserts: int
     """Blocks that were stored."""
+    head_first: bool
+    """Whether a request accesses its blocks from the first to the last."""
 
     def __contains__(self, block: int) -> bool: ...
 
@@ -35,13 +38,15 @@ def hits(paths: Sequence[I64], policy: Policy, generated: Mapping[int, I64] | No
         found.append(next((place for place, block in enumerate(chain) if block not in policy), len(chain)))
         if generated and number in generated:
             chain = chain + generated[number].tolist()
-        for block in reversed(chain):
+        for block in chain if policy.head_first else reversed(chain):
             policy.access(block)
     return found
 
 
 class Fifo:
     """What was stored first goes first."""
+
+    head_first = False
 
     def __init__(self, capacity_blocks: int) -> None:
         self.inserts = 0
@@ -60,9 +65,17 @@ class Fifo:
         self._there[block] = None
 
 
+class RoundRobin(Fifo):
+    """Slots are overwritten in turn, with the blocks of a prompt from its first on, as engines store them."""
+
+    head_first = True
+
+
 class Arc:
     """ARC (N. Megiddo, D. Modha, FAST 2003): one list of blocks that were asked for once, one of those that
     were asked for more often, and for each a list of those that have gone, whose hits move the border."""
+
+    head_first = False
 
     def __init__(self, capacity_blocks: int) -> None:
         self.inserts = 0
@@ -127,6 +140,8 @@ class Arc:
 class S3Fifo:
     """S3-FIFO (J. Yang and others, SOSP 2023), as libCacheSim has it: new blocks pass through a tenth of the
     room, and stay if they are asked for twice there, or soon after they have gone."""
+
+    head_first = False
 
     OFTEN = 2
     COUNTED_MAX = 3

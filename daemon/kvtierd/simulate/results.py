@@ -14,13 +14,15 @@ from kvtierd.simulate.traces import I64, NO_PARENT, Trace
 LRU, REUSE, OPTIMUM = "lru", "reuse", "optimum"
 CLASSIC: dict[str, Callable[[int], classic.Policy]] = {
     "fifo": classic.Fifo,
+    "round-robin": classic.RoundRobin,
     "arc": classic.Arc,
     "s3fifo": classic.S3Fifo,
 }
 POLICIES = {
     LRU: "what has not been used for longest goes first, ends of prompts before their beginnings",
     REUSE: "what is least likely to come back soon goes first, by what is learnt of blocks like it",
-    "fifo": "what was stored first goes first",
+    "fifo": "what was stored first goes first, ends of prompts before their beginnings",
+    "round-robin": "the same, but beginnings before ends",
     "arc": "ARC, of blocks by themselves",
     "s3fifo": "S3-FIFO, of blocks by themselves",
     OPTIMUM: "the most that any policy could hit, which knows the future",

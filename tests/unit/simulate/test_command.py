@@ -68,7 +68,7 @@ def test_people_get_a_row_for_each_policy_and_size(trace: Path) -> None:
         (("--capacity", ","), "write sizes"),
         (
             ("--policy", "best"),
-            "there is no policy best: write some of lru, reuse, fifo, arc, s3fifo, optimum",
+            "there is no policy best: write some of lru, reuse, fifo, round-robin, arc, s3fifo, optimum",
         ),
         (("--policy", ""), "there is no policy"),
         (("--block-bytes", "0"), "at least one byte"),

@@ -141,6 +141,8 @@ def test_a_prompt_longer_than_a_lookup_and_a_store_may_be() -> None:
         ("mooncake", 1, OPTIMUM, "25.12"),
         ("claude", 1, LRU, "31.78"),
         ("claude", 1, OPTIMUM, "56.18"),
+        ("mooncake", 2, "round-robin", "7.69"),
+        ("mooncake", 10, "round-robin", "25.30"),
         ("claude", 2, "fifo", "53.16"),
         ("claude", 2, "arc", "59.76"),
         ("claude", 2, "s3fifo", "55.39"),
