@@ -1,0 +1,1 @@
+"""The store tier, as the core sees it."""
