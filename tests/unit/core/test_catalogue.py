@@ -80,10 +80,10 @@ def test_it_knows_what_a_plain_model_knows(actions: list[tuple[Any, ...]]) -> No
                 assert kept == model.add(space, f"pack {number}", given_)
             case "gone":
                 name = f"pack {given_}"
-                pack = number_of(catalogue, space, name)
+                gone = number_of(catalogue, space, name)
                 before = len(model.known)
                 model.gone(space, name)
-                assert catalogue.gone(pack) == before - len(model.known)
+                assert catalogue.gone(gone) == before - len(model.known)
             case _:
                 found = catalogue.find(SpaceId(space), hashes(given_))
                 there = found[found != NO_ENTRY]
