@@ -133,6 +133,11 @@ def needed_bytes(begin: bytes) -> int:
     return length
 
 
+def length_of(begin: bytes) -> int:
+    """How long the pack says that it is. Raises PackError."""
+    return int(_fixed(begin)["pack_bytes"])
+
+
 def read_head(whole: bytes, namespace: bytes, group: int, pack_bytes: int) -> Pack:
     """What a head says, of the length that `needed_bytes` gives, in an object of `pack_bytes`. Raises
     PackError if anything in it does not fit, or if it belongs to another namespace or group."""
