@@ -607,6 +607,7 @@ class ProtocolState:
             self.counters.blocks_hit += answer.hits
         if answer.error is not None:
             self.last_error = str(answer.error)
+        record.took_s = self._clock() - record.sent_s
         record.end(answer)
 
     def _on_submit(self, submitted: Submitted, response: cache_pb2.SubmitResponse) -> None:

@@ -39,6 +39,15 @@ STUCK_S = 10.0
 """For how long no request waits for a block that did not become readable while one waited. If the block's
 writer is stopped, one request pays for it, not every one with that prefix."""
 STUCK_MAX = 1_024
+IDLE_BUDGETS = 10.0
+"""While nothing is computed, waiting delays nobody: a step may then wait this many times as long. vLLM would
+sleep for a millisecond before it asks again."""
+NEWEST_ANSWER = 0.125
+"""The weight of the newest answer that was waited for in the time that answers take."""
+ANSWER_BUDGETS_MAX = 4.0
+"""No answer counts as having taken longer than this many budgets."""
+UNTRIED_STEP = 0.98
+"""Each step that does not wait takes off two percent of that time, so that waiting is tried again."""
 
 
 @dataclass(slots=True)
@@ -50,6 +59,8 @@ class _Match:
     end: int = 0
     """Units below it, from `first` on, can be loaded."""
     call: LookupCall | None = None
+    waited: bool = False
+    """Whether a step has waited for the answer to `call`."""
     answer: Lookup | None = None
     asked_s: float = 0.0
     asked_step: int = 0
@@ -58,6 +69,8 @@ class _Match:
     given_up: bool = False
     seen_local: bool = False
     """Whether the index page has said that there is nothing."""
+    missing: tuple[Sequence[bytes], int, int] | None = None
+    """The hashes, and from which to which unit the index page had none of them when it was asked last."""
     waiting: bool = False
     """Whether the answer ended at a PENDING block, and is worth another lookup."""
     end_hash: bytes = b""
@@ -103,7 +116,8 @@ class MatchCounters:
 
 @dataclass(slots=True)
 class Matcher:
-    """The lookups and leases of all waiting requests. Waits at most `budget_s` per step.
+    """The lookups and leases of all waiting requests. Waits at most `budget_s` per step, and only for answers
+    that come within it, by what the last ones took.
 
     A request whose run of hits ends at a PENDING block is looked up again at most every `pending_poll_s`, and
     answered None meanwhile. `pending_wait_s` after its first such answer (0: at once) it gets what there is,
@@ -126,6 +140,11 @@ class Matcher:
     _now_s: float = field(init=False, default=0.0)
     """When this step began."""
     _left_s: float = field(init=False)
+    _answers_s: float = field(init=False, default=0.0)
+    """What answers take, as a mean that follows the newest. Those that nobody waited for are left out: while
+    vLLM's scheduler computes, they are read late."""
+    _untried: bool = field(init=False, default=False)
+    """Whether this step did not wait for an answer, because it would come too late."""
     _starts: int = field(init=False, default=0)
     _polls: int = field(init=False, default=0)
     _step: int = field(init=False, default=0)
@@ -141,9 +160,16 @@ class Matcher:
 
     def next_step(self) -> None:
         """Begins a step with the whole budget."""
+        if self._untried:
+            self._untried = False
+            self._answers_s *= UNTRIED_STEP
         self._left_s, self._now_s = self.budget_s, self.clock()
         self._starts = self._polls = 0
         self._step += 1
+
+    def nothing_runs(self) -> None:
+        """Says that no request is being computed in this step, in which nothing was asked yet."""
+        self._left_s = IDLE_BUDGETS * self.budget_s
 
     def match(
         self,
@@ -167,14 +193,18 @@ class Matcher:
             match = self._matches[request] = _Match()
         if match.given_up or local + least > total:
             if local < total and not match.given_up and not match.left:
-                self._leave(match, self.question.known(client, hashes, local, total) or 0)
+                self._leave(match, self.question.known(client, hashes, local, total, counted=False) or 0)
             self._settle(request, match)
             self._release(match)
             return 0
         if match.call is None:
             covers = self._covers(match, client, local)
-            if not covers and (known := self.question.known(client, hashes, local, total)) is not None:
+            known = None
+            if not covers:
+                known = self.question.known(client, hashes, local, total, counted=not match.seen_local)
+            if known is not None:
                 if known < least:
+                    match.missing = (hashes, local, total) if known == 0 else None
                     self._leave(match, known)
                     self._nothing(request, match)
                     return 0
@@ -202,6 +232,15 @@ class Matcher:
         question then has the same answer. Takes next to no time, because vLLM asks for hundreds of steps."""
         match = self._matches.get(request)
         return match is not None and match.held_until_s > self._now_s
+
+    def misses(self, client: Client, request: str) -> bool:
+        """Returns whether the index page still has nothing of what it had nothing of when `match` was asked
+        last: the same question then has the same answer."""
+        match = self._matches.get(request)
+        if match is None or match.missing is None:
+            return False
+        hashes, first, end = match.missing
+        return self.question.known(client, hashes, first, end, counted=False) == 0
 
     def take(self, request: str) -> Grant | None:
         """Hands the request's lease to the caller and forgets the request. Returns None if there is none."""
@@ -264,6 +303,7 @@ class Matcher:
         match.answer = None
         match.held_until_s = 0.0
         match.first, match.asked_s, match.asked_step = local, self.clock(), self._step
+        match.waited = False
         match.end, match.asked_end = local, total
         match.call = self.question.ask(
             client, hashes, local, total, host_only=host_only, again=match.has_asked
@@ -345,8 +385,12 @@ class Matcher:
         started_s = self.clock()
         answer = match.call.poll()
         if answer is None and self._left_s > 0:
-            answer = match.call.wait_for_answer(self._left_s)
-            self._left_s -= self.clock() - started_s
+            if match.asked_s + self._answers_s - started_s <= self._left_s:
+                match.waited = True
+                answer = match.call.wait_for_answer(self._left_s)
+                self._left_s -= self.clock() - started_s
+            else:
+                self._untried = True
         if answer is None and started_s - match.asked_s > ANSWER_DEADLINE_S:
             answer = match.call.abandon()
             if not answer.answered:
@@ -356,6 +400,9 @@ class Matcher:
                 return False
         if answer is None:
             return False
+        if match.waited and (took_s := match.call.took_s) is not None:
+            took_s = min(took_s, ANSWER_BUDGETS_MAX * self.budget_s)
+            self._answers_s += NEWEST_ANSWER * (took_s - self._answers_s)
         match.answer, match.call = answer, None
         if answer.leases:
             match.end = match.first + self.question.hits(answer)

@@ -4,7 +4,7 @@ and never with two leases."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -17,6 +17,7 @@ from kvtier.v1 import cache_pb2
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.scheduler.matching import (
     ANSWER_DEADLINE_S,
+    IDLE_BUDGETS,
     LEASE_AGE_MAX_S,
     PENDING_POLL_S,
     PENDING_WAIT_S,
@@ -35,13 +36,13 @@ STEP_S = 0.001
 
 
 class Call:
-    """As kvtier.LookupCall, on a clock that does not move while somebody waits."""
+    """As kvtier.LookupCall, on a clock that moves while somebody waits, if the daemon is slow."""
 
     def __init__(
         self,
         session: ProtocolState,
         record: LookupRecord,
-        serve: Callable[[], None],
+        serve: Callable[[float], None],
         given_up: Callable[[], None],
     ) -> None:
         self._session, self._record, self._serve, self._given_up = session, record, serve, given_up
@@ -49,8 +50,12 @@ class Call:
     def poll(self) -> Lookup | None:
         return self._record.answer
 
+    @property
+    def took_s(self) -> float | None:
+        return self._record.took_s
+
     def wait_for_answer(self, timeout_s: float) -> Lookup | None:
-        self._serve()
+        self._serve(timeout_s)
         return self._record.answer
 
     def abandon(self) -> Lookup:
@@ -74,6 +79,12 @@ class World:
         """What the daemon holds, and for which request."""
         self.asked_s: dict[str, list[float]] = {}
         self.deaf = False
+        self.slow_s = self.waited_s = 0.0
+        """How long an answer takes, and for how long answers were waited for."""
+        self._due_s = 0.0
+        """When the last lookup is answered."""
+        self.spared = 0
+        """Lookups that the index page has spared."""
         self.index: set[bytes] | None = None
         """What the index page has; None: there is none."""
         self.epoch = 7
@@ -108,6 +119,11 @@ class World:
         return found
 
     def step(self, seconds: float = STEP_S) -> None:
+        if self._due_s > self.peer.now_s and not self.deaf:  # what is due meanwhile is there then
+            passed_s = min(seconds, self._due_s - self.peer.now_s)
+            self.peer.now_s += passed_s
+            seconds -= passed_s
+            self.serve()
         self.peer.now_s += seconds
         self.matcher.next_step()
 
@@ -129,11 +145,15 @@ class World:
 
     # --- the client, as the matcher sees it ---
 
-    def known_run(self, wanted: Sequence[bytes], first: int, end: int, *, group: int) -> int | None:
+    def known_run(
+        self, wanted: Sequence[bytes], first: int, end: int, *, group: int, counted: bool
+    ) -> int | None:
         assert group == 0
         if self.index is None:
             return None
-        return next((at for at in range(end - first) if wanted[first + at] not in self.index), end - first)
+        known = next((at for at in range(end - first) if wanted[first + at] not in self.index), end - first)
+        self.spared += counted and not known
+        return known
 
     def start_lookup(
         self,
@@ -149,13 +169,21 @@ class World:
         record = self.peer.session.lookup(b"".join(wanted), queries, lease=lease)
         number = self.peer.session._next_id - 1
         self._names[number] = self._asking
-        return Call(self.peer.session, record, self.serve, lambda: self._names.update({number: ""}))
+        self._due_s = self.peer.now_s + self.slow_s
+        return Call(self.peer.session, record, self.wait, lambda: self._names.update({number: ""}))
 
     # --- the daemon ---
 
+    def wait(self, timeout_s: float) -> None:
+        """Lets time pass until everything is answered, at most so much."""
+        passed_s = min(timeout_s, max(0.0, self._due_s - self.peer.now_s))
+        self.waited_s += passed_s
+        self.peer.now_s += passed_s
+        self.serve()
+
     def serve(self) -> None:
-        """Answers what was sent, in order."""
-        if self.deaf:
+        """Answers what was sent, in order, if the last of it is due."""
+        if self.deaf or self.peer.now_s < self._due_s:
             return
         for message in self.peer.sent():
             for lease in message.released_leases:
@@ -206,7 +234,7 @@ def test_what_the_index_does_not_know_is_not_asked_for(world: World) -> None:
         assert world.match("r") == 0
         world.step()
     assert world.asked_s == {}
-    assert (world.matcher.counters.lookups, world.matcher.counters.local) == (0, 1)
+    assert (world.matcher.counters.lookups, world.matcher.counters.local, world.spared) == (0, 1, 1)
     world.index |= set(prompt[:5])
     for block in prompt[5:]:
         world.states[block] = MISS
@@ -556,3 +584,56 @@ def test_what_is_on_its_way_is_not_settled(world: World) -> None:
         world.states[block] = PENDING
     assert world.run("r", 0.1) is None
     assert not world.matcher.holds("r")
+
+
+def test_a_miss_stays_one_as_long_as_the_index_page_says_so(world: World) -> None:
+    prompt, client = world.prompt("r"), cast(Client, world)
+    world.index = set()
+    assert not world.matcher.misses(client, "r"), "it has not been asked about"
+    assert world.match("r") == 0
+    world.step()
+    assert world.matcher.misses(client, "r")
+    assert world.spared == 1, "it is one lookup, however often vLLM asks"
+    world.index = None
+    assert not world.matcher.misses(client, "r"), "the page cannot tell"
+    world.index = set(prompt[:1])
+    assert not world.matcher.misses(client, "r")
+    for block in prompt[1:]:
+        world.states[block] = MISS
+    assert world.run("r", 0.1) == 1
+
+
+def waited_s(world: World, requests: int, names: Iterator[int]) -> float:
+    """For how long so many requests, one after another, make the scheduler wait."""
+    before_s = world.waited_s
+    for number in itertools.islice(names, requests):
+        world.prompt(f"r{number}")
+        assert world.run(f"r{number}", 1.0, 10 * world.matcher.budget_s) == BLOCKS
+        world.matcher.forget(f"r{number}")
+        world.step()
+    return world.waited_s - before_s
+
+
+def test_a_step_waits_for_answers_only_if_they_come_within_its_budget(world: World) -> None:
+    budget_s, names = world.matcher.budget_s, itertools.count()
+    world.slow_s = 0.6 * budget_s
+    assert waited_s(world, 50, names) == pytest.approx(50 * world.slow_s)
+    world.slow_s = 3 * budget_s
+    assert waited_s(world, 50, names) < 25 * budget_s, "it soon leaves off"
+    assert waited_s(world, 50, names) < 10 * budget_s, "but tries again now and then"
+    world.slow_s = 0.6 * budget_s
+    waited_s(world, 50, names)
+    assert waited_s(world, 50, names) == pytest.approx(50 * world.slow_s)
+
+
+def test_a_step_in_which_nothing_runs_waits_longer(world: World) -> None:
+    world.slow_s = 8 * world.matcher.budget_s
+    world.prompt("r")
+    world.matcher.nothing_runs()
+    assert world.match("r") == BLOCKS, "without another step"
+    world.slow_s, world.waited_s = 100 * world.matcher.budget_s, 0.0
+    world.prompt("later")
+    world.step()
+    world.matcher.nothing_runs()
+    assert world.match("later") is None
+    assert world.waited_s == pytest.approx(IDLE_BUDGETS * world.matcher.budget_s)
