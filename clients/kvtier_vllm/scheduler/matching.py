@@ -69,8 +69,6 @@ class _Match:
     given_up: bool = False
     seen_local: bool = False
     """Whether the index page has said that there is nothing."""
-    missing: tuple[Sequence[bytes], int, int] | None = None
-    """The hashes, and from which to which unit the index page had none of them when it was asked last."""
     waiting: bool = False
     """Whether the answer ended at a PENDING block, and is worth another lookup."""
     end_hash: bytes = b""
@@ -151,6 +149,10 @@ class Matcher:
     _matches: dict[str, _Match] = field(init=False, default_factory=dict)
     _since_s: dict[str, float] = field(init=False, default_factory=dict)
     """When a request was first answered PENDING. It outlives the match, so that no request waits twice."""
+    _missing: dict[str, bytes] = field(init=False, default_factory=dict)
+    """The heads of requests of which the index page had nothing when `match` was asked last."""
+    _all_missing: bool | None = field(init=False, default=None)
+    """Whether it still has none of the heads there were when it was asked in this step; None before that."""
     _waiting: set[str] = field(init=False, default_factory=set)
     _stuck: OrderedDict[bytes, float] = field(init=False, default_factory=OrderedDict)
     """Hashes of blocks that were waited for in vain, and until when nobody waits for them again."""
@@ -165,6 +167,7 @@ class Matcher:
             self._answers_s *= UNTRIED_STEP
         self._left_s, self._now_s = self.budget_s, self.clock()
         self._starts = self._polls = 0
+        self._all_missing = None
         self._step += 1
 
     def nothing_runs(self) -> None:
@@ -191,6 +194,7 @@ class Matcher:
         match = self._matches.get(request)
         if match is None:
             match = self._matches[request] = _Match()
+        self._missing.pop(request, None)
         if match.given_up or local + least > total:
             if local < total and not match.given_up and not match.left:
                 self._leave(match, self.question.known(client, hashes, local, total, counted=False) or 0)
@@ -204,7 +208,8 @@ class Matcher:
                 known = self.question.known(client, hashes, local, total, counted=not match.seen_local)
             if known is not None:
                 if known < least:
-                    match.missing = (hashes, local, total) if known == 0 else None
+                    if known == 0:
+                        self._missing[request] = self.question.head(hashes, local)
                     self._leave(match, known)
                     self._nothing(request, match)
                     return 0
@@ -235,12 +240,14 @@ class Matcher:
 
     def misses(self, client: Client, request: str) -> bool:
         """Returns whether the index page still has nothing of what it had nothing of when `match` was asked
-        last: the same question then has the same answer."""
-        match = self._matches.get(request)
-        if match is None or match.missing is None:
+        last: the same question then has the same answer. Asks about all such requests at once, in their first
+        question of a step."""
+        head = self._missing.get(request)
+        if head is None:
             return False
-        hashes, first, end = match.missing
-        return self.question.known(client, hashes, first, end, counted=False) == 0
+        if self._all_missing is None:
+            self._all_missing = self.question.none_known(client, list(self._missing.values()))
+        return self._all_missing or self.question.none_known(client, [head])
 
     def take(self, request: str) -> Grant | None:
         """Hands the request's lease to the caller and forgets the request. Returns None if there is none."""
@@ -250,11 +257,13 @@ class Matcher:
             self.drop(request)
             return None
         del self._matches[request]
+        self._missing.pop(request, None)
         self._waiting.discard(request)
         return Grant(match.answer, match.first)
 
     def drop(self, request: str) -> None:
         """Gives a request's lease back. If vLLM asks about the request again, it is looked up anew."""
+        self._missing.pop(request, None)
         self._waiting.discard(request)
         match = self._matches.pop(request, None)
         if match is None:

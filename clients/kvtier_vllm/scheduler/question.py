@@ -33,6 +33,18 @@ class Question:
         )
         return None if blocks is None else blocks * whole.block_tokens // self._groups.unit_tokens
 
+    def head(self, hashes: Sequence[bytes], first: int) -> bytes:
+        """Returns the hash of the block without which no unit from `first` on is known. Only for engines for
+        which `known` can tell."""
+        assert self._whole is not None
+        stride = self._whole.hash_stride
+        return hashes[first * self._groups.unit_hashes // stride * stride + stride - 1]
+
+    def none_known(self, client: Client, heads: Sequence[bytes]) -> bool:
+        """Returns whether the index page can tell, and has none of these heads. Sends nothing."""
+        assert self._whole is not None
+        return client.knows_any(heads, group=self._whole.group) is False
+
     def ask(
         self,
         client: Client,

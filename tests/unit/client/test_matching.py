@@ -14,7 +14,7 @@ from kvtier import HIT, MISS, PENDING, Client, GroupQuery, Lookup, Role
 from kvtier.lookups import LookupRecord
 from kvtier.session.state import ProtocolState
 from kvtier.v1 import cache_pb2
-from kvtier_vllm.groups import Groups
+from kvtier_vllm.groups import Groups, GroupShape
 from kvtier_vllm.scheduler.matching import (
     ANSWER_DEADLINE_S,
     IDLE_BUDGETS,
@@ -64,6 +64,21 @@ class Call:
         return self._session.abandon(self._record)
 
 
+class Page:
+    """The client's index page, with these hashes."""
+
+    def __init__(self, there: set[bytes]) -> None:
+        self._there = there
+
+    def known_run(
+        self, wanted: Sequence[bytes], first: int, end: int, *, group: int, counted: bool
+    ) -> int | None:
+        return next((at for at in range(end - first) if wanted[first + at] not in self._there), end - first)
+
+    def knows_any(self, wanted: Sequence[bytes], *, group: int) -> bool | None:
+        return not self._there.isdisjoint(wanted)
+
+
 class World:
     """A matcher, the session of its client, and a daemon that says what the test wants. Blocks not named in
     `states` are HIT."""
@@ -85,6 +100,8 @@ class World:
         """When the last lookup is answered."""
         self.spared = 0
         """Lookups that the index page has spared."""
+        self.pages_read = 0
+        """How often the index page was asked about the heads of prompts."""
         self.index: set[bytes] | None = None
         """What the index page has; None: there is none."""
         self.epoch = 7
@@ -154,6 +171,11 @@ class World:
         known = next((at for at in range(end - first) if wanted[first + at] not in self.index), end - first)
         self.spared += counted and not known
         return known
+
+    def knows_any(self, wanted: Sequence[bytes], *, group: int) -> bool | None:
+        assert group == 0
+        self.pages_read += 1
+        return None if self.index is None else not self.index.isdisjoint(wanted)
 
     def start_lookup(
         self,
@@ -595,12 +617,54 @@ def test_a_miss_stays_one_as_long_as_the_index_page_says_so(world: World) -> Non
     assert world.matcher.misses(client, "r")
     assert world.spared == 1, "it is one lookup, however often vLLM asks"
     world.index = None
+    world.step()
     assert not world.matcher.misses(client, "r"), "the page cannot tell"
     world.index = set(prompt[:1])
+    world.step()
     assert not world.matcher.misses(client, "r")
     for block in prompt[1:]:
         world.states[block] = MISS
     assert world.run("r", 0.1) == 1
+
+
+def test_the_index_page_is_read_once_in_a_step_while_it_has_nothing_of_any_request(world: World) -> None:
+    names, client = [f"r{number}" for number in range(64)], cast(Client, world)
+    prompts = [world.prompt(name) for name in names]
+    world.index = set()
+    assert [world.match(name) for name in names] == [0] * 64
+    world.step()
+    before = world.pages_read
+    assert all(world.matcher.misses(client, name) for name in names)
+    assert world.pages_read == before + 1
+    world.index = set(prompts[5][:1])
+    world.step()
+    assert [name for name in names if not world.matcher.misses(client, name)] == ["r5"]
+    world.matcher.drop("r5")
+    world.step()
+    before = world.pages_read
+    assert sum(world.matcher.misses(client, name) for name in names) == 63, (
+        "a forgotten one is not asked about"
+    )
+    assert world.pages_read == before + 1
+
+
+@given(
+    st.sampled_from([(16, 1), (32, 2), (64, 4)]),
+    st.integers(0, 5),
+    st.integers(1, 5),
+    st.sets(st.integers(0, 47)),
+)
+def test_a_head_is_known_if_and_only_if_some_of_the_prompt_is(
+    block: tuple[int, int], first: int, units: int, there: set[int]
+) -> None:
+    """Where a block is one, two or four of those that vLLM hashes, and a unit is as long as one block."""
+    tokens, stride = block
+    question = Question(Groups((GroupShape(0, tokens, hash_stride=stride),), 16))
+    prompt = [number.to_bytes(32) for number in range(48)]
+    page = Page({prompt[at] for at in there})
+    client = cast(Client, page)
+    known = question.known(client, prompt, first, first + units, counted=False)
+    assert (known == 0) == question.none_known(client, [question.head(prompt, first)])
 
 
 def waited_s(world: World, requests: int, names: Iterator[int]) -> float:
