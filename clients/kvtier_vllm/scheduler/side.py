@@ -209,7 +209,8 @@ class SchedulerSide:
         tracked.expected_tokens, tracked.begun = num_computed_tokens, False
         if not self._step_client_known:
             self._step_client_known, self._step_client = True, self._ready_client()
-        client, asked = self._step_client, (num_computed_tokens, request.num_tokens, self._least_units())
+        least = self._least or self._least_units()
+        client, asked = self._step_client, (num_computed_tokens, request.num_tokens, least)
         if asked == tracked.settled and client is not None:
             promised = tracked.promised_tokens
             if promised:
@@ -238,7 +239,7 @@ class SchedulerSide:
             hashes,
             local,
             min(total + proof, len(hashes) // self._groups.unit_hashes),
-            self._least_units() + proof,
+            least + proof,
             host_only=tracked.control.keeping.host_only,
         )
         if units:
