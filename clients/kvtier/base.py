@@ -356,6 +356,17 @@ class ClientBase(ABC, Generic[CallT, TransferT, LookupT, BoolT]):
             end = len(hashes) if end is None else end
             return self._session.known_run(group, hashes, first, end, counted=counted)
 
+    def knows_any(self, hashes: Sequence[bytes], *, group: int = 0) -> bool | None:
+        """Returns whether the daemon has at least one of `hashes` in some tier, or None if that cannot be
+        told now. With the first hashes of many prompts, this tells whether any of them is worth a lookup.
+
+        Takes microseconds, sends no message and counts as no lookup. The answer is a hint, as that of
+        `known_run` is. Raises ValueError for a hash of another length than the namespace's.
+        """
+        self._submitting()
+        with self._threads.lock:
+            return self._session.knows_any(group, hashes)
+
     def report_prefill_rate(self, tokens_per_s: float) -> None:
         """Tells the daemon how many tokens of a prompt the engine computes in a second, as measured lately.
         The daemon promotes nothing from a lower tier that would take longer than computing it.

@@ -49,6 +49,12 @@ class LookupCallBase:
         """Returns the answer, or None if it has not come yet. Does not wait."""
         return self._record.answer
 
+    @property
+    def took_s(self) -> float | None:
+        """Seconds from when the lookup was sent until the daemon answered, whoever waited for it; None
+        while there is none."""
+        return self._record.took_s
+
     def abandon(self) -> Lookup:
         """Gives the lookup up: returns the answer if it has come, else a miss. A lease that comes later is
         released by the client. A lease in the answer that is returned here is the caller's, to load or to

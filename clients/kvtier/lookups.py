@@ -121,6 +121,8 @@ class LookupRecord:
     counts: bool = True
     """Whether it is counted as a lookup; a prefetch is not."""
     answer: Lookup | None = None
+    took_s: float | None = None
+    """From when it was sent until the daemon's answer was there; None while there is none."""
     abandoned: bool = False
     """Whether nobody waits any more: a lease that still comes is then released at once."""
 

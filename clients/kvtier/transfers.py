@@ -39,7 +39,11 @@ class StoreResult(Enum):
     @classmethod
     def of(cls, value: int) -> "StoreResult":
         """Returns the result that a byte of the message means. An unknown one counts as THROTTLED."""
-        return cls(value) if value <= cls.UNWANTED.value else cls.THROTTLED
+        return _RESULTS[value] if value < len(_RESULTS) else cls.THROTTLED
+
+
+_RESULTS = tuple(StoreResult)
+"""By number."""
 
 
 @dataclass(frozen=True, slots=True)

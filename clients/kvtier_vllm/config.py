@@ -83,8 +83,9 @@ class ConnectorConfig:
     enough, loads everything. With any other value, only that value decides, and only `pending_wait_s` bounds
     waiting."""
     lookup_budget_ms: float = 0.5
-    """How many milliseconds all lookups of one scheduler step together may wait for answers. Requests beyond
-    that ask again in the next step."""
+    """How many milliseconds all lookups of one scheduler step together may wait for answers; ten times as
+    many in a step in which nothing runs, and none where answers take longer. Requests beyond that ask again
+    in the next step."""
     pending_wait_s: float = 2.0
     """How many seconds a request waits, in all, for blocks that are being read from a disk, or stored by
     another engine, while other requests are computed. After that it takes what there is. If the prefill rate

@@ -58,6 +58,11 @@ class IndexReader:
         length.
         """
 
+    def any(self, hashes: Sequence[bytes]) -> bool:
+        """
+        Whether at least one of them is there. Raises ValueError for a hash of another length that comes before it.
+        """
+
 class HoldCounts:
     """
     How many holders each entry of a BlockTable has; made by `BlockTable.hold_counts`. It has one

@@ -24,10 +24,31 @@ class Reader {
 
     // Takes any sequence of bytes objects.
     std::size_t run(nb::sequence hashes, std::size_t first, std::size_t end) const {
-        const nb::object fast = nb::steal(PySequence_Fast(hashes.ptr(), "hashes is no sequence"));
+        const nb::object fast = as_fast(hashes);
+        end = std::min(end, count_of(fast));
+        const std::size_t stop = first_that(fast, first, end, false);
+        return stop > first ? stop - first : 0;
+    }
+
+    bool any(nb::sequence hashes) const {
+        const nb::object fast = as_fast(hashes);
+        const std::size_t count = count_of(fast);
+        return first_that(fast, 0, count, true) < count;
+    }
+
+   private:
+    static nb::object as_fast(const nb::sequence& hashes) {
+        nb::object fast = nb::steal(PySequence_Fast(hashes.ptr(), "hashes is no sequence"));
         if (!fast.is_valid()) throw nb::python_error();
-        const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr()));
-        end = std::min(end, count);
+        return fast;
+    }
+
+    static std::size_t count_of(const nb::object& fast) {
+        return static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast.ptr()));
+    }
+
+    // The first of the hashes from `first` to `end` that is there, or that is not; else `end`.
+    std::size_t first_that(const nb::object& fast, std::size_t first, std::size_t end, bool is_there) const {
         std::array<std::uint8_t, kHashBytes> key{};
         std::array<IndexWords::Place, kGroup> places;
         for (std::size_t start = first, size = 1; start < end; start += size, size = std::min(kGroup, end - start)) {
@@ -41,12 +62,11 @@ class Reader {
                 reader_.prefetch(places[i]);
             }
             for (std::size_t i = 0; i < size; ++i)
-                if (!reader_.has(places[i])) return start + i - first;
+                if (reader_.has(places[i]) == is_there) return start + i;
         }
-        return end > first ? end - first : 0;
+        return end;
     }
 
-   private:
     Buffer buffer_;
     IndexReader reader_;
     std::size_t hash_bytes_;
@@ -76,7 +96,10 @@ void register_index_page(nb::module_& module) {
         .def("run", &Reader::run, "hashes"_a, "first"_a, "end"_a,
              nb::sig("def run(self, hashes: collections.abc.Sequence[bytes], first: int, end: int) -> int"),
              "How many of `hashes[first:end]` are there, up to the first that is not. Raises ValueError for a hash of another\n"
-             "length.");
+             "length.")
+        .def("any", &Reader::any, "hashes"_a,
+             nb::sig("def any(self, hashes: collections.abc.Sequence[bytes]) -> bool"),
+             "Whether at least one of them is there. Raises ValueError for a hash of another length that comes before it.");
 }
 
 }  // namespace kvtier

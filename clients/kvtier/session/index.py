@@ -46,3 +46,10 @@ class Index:
         if not 0 <= group < len(self._readers) or not self._readers[group].complete:
             return None
         return self._readers[group].run(hashes, first, end)
+
+    def knows_any(self, group: int, hashes: Sequence[bytes]) -> bool | None:
+        """Returns whether the daemon has at least one of `hashes`, or None if that cannot be told. Raises
+        ValueError for a hash of another length."""
+        if not 0 <= group < len(self._readers) or not self._readers[group].complete:
+            return None
+        return self._readers[group].any(hashes)

@@ -378,6 +378,13 @@ class ProtocolState:
             self.news.spared(max(0, min(end, len(hashes)) - first))
         return known
 
+    def knows_any(self, group: int, hashes: Sequence[bytes]) -> bool | None:
+        """As `Index.knows_any`; None also if the daemon would not answer now."""
+        attachment = self._attachment
+        if attachment is None or self.state is not ClientState.READY:
+            return None
+        return attachment.index.knows_any(group, hashes)
+
     def abandon(self, record: LookupRecord) -> Lookup:
         """Gives a lookup up. Returns its answer if it has come, else a miss.
 
@@ -607,6 +614,7 @@ class ProtocolState:
             self.counters.blocks_hit += answer.hits
         if answer.error is not None:
             self.last_error = str(answer.error)
+        record.took_s = self._clock() - record.sent_s
         record.end(answer)
 
     def _on_submit(self, submitted: Submitted, response: cache_pb2.SubmitResponse) -> None:

@@ -45,7 +45,7 @@ class Ahead:
             if request_id in self._prefetched:
                 continue
             units = self._loadable(request, hashes)
-            known = self._question.known(client, hashes, 0, units)
+            known = self._question.known(client, hashes, 0, units, counted=False)
             if known == 0:
                 continue  # nothing yet: another engine may be storing it
             self._prefetched.add(request_id)

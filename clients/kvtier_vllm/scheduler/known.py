@@ -28,14 +28,15 @@ class KnownBlocks:
 
     def covers(self, block_hash: bytes, kept: Kept = PLAIN) -> bool:
         """Returns whether storing the block, to be kept like this, would change nothing."""
-        if self._until_s.get(block_hash, 0.0) <= self._clock():
+        until_s = self._until_s.get(block_hash)
+        if until_s is None or until_s <= self._clock():
             return False
         return block_hash not in self._lesser or self._lesser[block_hash] >= kept
 
     def add(self, hashes: Sequence[bytes], kept: Kept = PLAIN) -> None:
         """Remembers that the daemon has these blocks now, kept like this."""
         until_s = self._clock() + min(KNOWN_S, kept.ttl_s * KNOWN_TTL_PART)
-        plain = kept == PLAIN
+        plain = kept is PLAIN or kept == PLAIN
         for block_hash in hashes:
             self._put(block_hash, until_s)
             if plain:

@@ -39,6 +39,15 @@ STUCK_S = 10.0
 """For how long no request waits for a block that did not become readable while one waited. If the block's
 writer is stopped, one request pays for it, not every one with that prefix."""
 STUCK_MAX = 1_024
+IDLE_BUDGETS = 10.0
+"""While nothing is computed, waiting delays nobody: a step may then wait this many times as long. vLLM would
+sleep for a millisecond before it asks again."""
+NEWEST_ANSWER = 0.125
+"""The weight of the newest answer that was waited for in the time that answers take."""
+ANSWER_BUDGETS_MAX = 4.0
+"""No answer counts as having taken longer than this many budgets."""
+UNTRIED_STEP = 0.98
+"""Each step that does not wait takes off two percent of that time, so that waiting is tried again."""
 
 
 @dataclass(slots=True)
@@ -50,6 +59,8 @@ class _Match:
     end: int = 0
     """Units below it, from `first` on, can be loaded."""
     call: LookupCall | None = None
+    waited: bool = False
+    """Whether a step has waited for the answer to `call`."""
     answer: Lookup | None = None
     asked_s: float = 0.0
     asked_step: int = 0
@@ -103,7 +114,8 @@ class MatchCounters:
 
 @dataclass(slots=True)
 class Matcher:
-    """The lookups and leases of all waiting requests. Waits at most `budget_s` per step.
+    """The lookups and leases of all waiting requests. Waits at most `budget_s` per step, and only for answers
+    that come within it, by what the last ones took.
 
     A request whose run of hits ends at a PENDING block is looked up again at most every `pending_poll_s`, and
     answered None meanwhile. `pending_wait_s` after its first such answer (0: at once) it gets what there is,
@@ -126,12 +138,21 @@ class Matcher:
     _now_s: float = field(init=False, default=0.0)
     """When this step began."""
     _left_s: float = field(init=False)
+    _answers_s: float = field(init=False, default=0.0)
+    """What answers take, as a mean that follows the newest. Those that nobody waited for are left out: while
+    vLLM's scheduler computes, they are read late."""
+    _untried: bool = field(init=False, default=False)
+    """Whether this step did not wait for an answer, because it would come too late."""
     _starts: int = field(init=False, default=0)
     _polls: int = field(init=False, default=0)
     _step: int = field(init=False, default=0)
     _matches: dict[str, _Match] = field(init=False, default_factory=dict)
     _since_s: dict[str, float] = field(init=False, default_factory=dict)
     """When a request was first answered PENDING. It outlives the match, so that no request waits twice."""
+    _missing: dict[str, bytes] = field(init=False, default_factory=dict)
+    """The heads of requests of which the index page had nothing when `match` was asked last."""
+    _all_missing: bool | None = field(init=False, default=None)
+    """Whether it still has none of the heads there were when it was asked in this step; None before that."""
     _waiting: set[str] = field(init=False, default_factory=set)
     _stuck: OrderedDict[bytes, float] = field(init=False, default_factory=OrderedDict)
     """Hashes of blocks that were waited for in vain, and until when nobody waits for them again."""
@@ -141,9 +162,17 @@ class Matcher:
 
     def next_step(self) -> None:
         """Begins a step with the whole budget."""
+        if self._untried:
+            self._untried = False
+            self._answers_s *= UNTRIED_STEP
         self._left_s, self._now_s = self.budget_s, self.clock()
         self._starts = self._polls = 0
+        self._all_missing = None
         self._step += 1
+
+    def nothing_runs(self) -> None:
+        """Says that no request is being computed in this step, in which nothing was asked yet."""
+        self._left_s = IDLE_BUDGETS * self.budget_s
 
     def match(
         self,
@@ -165,16 +194,22 @@ class Matcher:
         match = self._matches.get(request)
         if match is None:
             match = self._matches[request] = _Match()
+        self._missing.pop(request, None)
         if match.given_up or local + least > total:
             if local < total and not match.given_up and not match.left:
-                self._leave(match, self.question.known(client, hashes, local, total) or 0)
+                self._leave(match, self.question.known(client, hashes, local, total, counted=False) or 0)
             self._settle(request, match)
             self._release(match)
             return 0
         if match.call is None:
             covers = self._covers(match, client, local)
-            if not covers and (known := self.question.known(client, hashes, local, total)) is not None:
+            known = None
+            if not covers:
+                known = self.question.known(client, hashes, local, total, counted=not match.seen_local)
+            if known is not None:
                 if known < least:
+                    if known == 0:
+                        self._missing[request] = self.question.head(hashes, local)
                     self._leave(match, known)
                     self._nothing(request, match)
                     return 0
@@ -203,6 +238,17 @@ class Matcher:
         match = self._matches.get(request)
         return match is not None and match.held_until_s > self._now_s
 
+    def misses(self, client: Client, request: str) -> bool:
+        """Returns whether the index page still has nothing of what it had nothing of when `match` was asked
+        last: the same question then has the same answer. Asks about all such requests at once, in their first
+        question of a step."""
+        head = self._missing.get(request)
+        if head is None:
+            return False
+        if self._all_missing is None:
+            self._all_missing = self.question.none_known(client, list(self._missing.values()))
+        return self._all_missing or self.question.none_known(client, [head])
+
     def take(self, request: str) -> Grant | None:
         """Hands the request's lease to the caller and forgets the request. Returns None if there is none."""
         match = self._matches.get(request)
@@ -211,11 +257,13 @@ class Matcher:
             self.drop(request)
             return None
         del self._matches[request]
+        self._missing.pop(request, None)
         self._waiting.discard(request)
         return Grant(match.answer, match.first)
 
     def drop(self, request: str) -> None:
         """Gives a request's lease back. If vLLM asks about the request again, it is looked up anew."""
+        self._missing.pop(request, None)
         self._waiting.discard(request)
         match = self._matches.pop(request, None)
         if match is None:
@@ -264,6 +312,7 @@ class Matcher:
         match.answer = None
         match.held_until_s = 0.0
         match.first, match.asked_s, match.asked_step = local, self.clock(), self._step
+        match.waited = False
         match.end, match.asked_end = local, total
         match.call = self.question.ask(
             client, hashes, local, total, host_only=host_only, again=match.has_asked
@@ -345,8 +394,12 @@ class Matcher:
         started_s = self.clock()
         answer = match.call.poll()
         if answer is None and self._left_s > 0:
-            answer = match.call.wait_for_answer(self._left_s)
-            self._left_s -= self.clock() - started_s
+            if match.asked_s + self._answers_s - started_s <= self._left_s:
+                match.waited = True
+                answer = match.call.wait_for_answer(self._left_s)
+                self._left_s -= self.clock() - started_s
+            else:
+                self._untried = True
         if answer is None and started_s - match.asked_s > ANSWER_DEADLINE_S:
             answer = match.call.abandon()
             if not answer.answered:
@@ -356,6 +409,9 @@ class Matcher:
                 return False
         if answer is None:
             return False
+        if match.waited and (took_s := match.call.took_s) is not None:
+            took_s = min(took_s, ANSWER_BUDGETS_MAX * self.budget_s)
+            self._answers_s += NEWEST_ANSWER * (took_s - self._answers_s)
         match.answer, match.call = answer, None
         if answer.leases:
             match.end = match.first + self.question.hits(answer)

@@ -17,16 +17,33 @@ class Question:
         self._whole = next((shape for shape in groups.shapes if not shape.window_blocks), None)
         """A group of which a prefix needs all blocks, so that it tells how long a prefix can be."""
 
-    def known(self, client: Client, hashes: Sequence[bytes], first: int, end: int) -> int | None:
+    def known(
+        self, client: Client, hashes: Sequence[bytes], first: int, end: int, *, counted: bool
+    ) -> int | None:
         """Returns how many of the units from `first` to `end` are worth a lookup, by the index page, or None
-        if it cannot tell. Sends nothing."""
+        if it cannot tell. Sends nothing. `counted`: 0 is a lookup that was spared, for the daemon's hit
+        rate."""
         whole, size = self._whole, self._groups.unit_hashes
         if whole is None:
             return None
         stride = whole.hash_stride
         own = hashes if stride == 1 else hashes[stride - 1 : end * size : stride]
-        blocks = client.known_run(own, first * size // stride, end * size // stride, group=whole.group)
+        blocks = client.known_run(
+            own, first * size // stride, end * size // stride, group=whole.group, counted=counted
+        )
         return None if blocks is None else blocks * whole.block_tokens // self._groups.unit_tokens
+
+    def head(self, hashes: Sequence[bytes], first: int) -> bytes:
+        """Returns the hash of the block without which no unit from `first` on is known. Only for engines for
+        which `known` can tell."""
+        assert self._whole is not None
+        stride = self._whole.hash_stride
+        return hashes[first * self._groups.unit_hashes // stride * stride + stride - 1]
+
+    def none_known(self, client: Client, heads: Sequence[bytes]) -> bool:
+        """Returns whether the index page can tell, and has none of these heads. Sends nothing."""
+        assert self._whole is not None
+        return client.knows_any(heads, group=self._whole.group) is False
 
     def ask(
         self,

@@ -209,10 +209,15 @@ class SchedulerSide:
         tracked.expected_tokens, tracked.begun = num_computed_tokens, False
         if not self._step_client_known:
             self._step_client_known, self._step_client = True, self._ready_client()
-        client, asked = self._step_client, (num_computed_tokens, request.num_tokens, self._least_units())
-        if asked == tracked.settled and client is not None and self._matcher.holds(request.request_id):
+        least = self._least or self._least_units()
+        client, asked = self._step_client, (num_computed_tokens, request.num_tokens, least)
+        if asked == tracked.settled and client is not None:
             promised = tracked.promised_tokens
-            return promised if self._room.has(request, num_computed_tokens + promised) else None
+            if promised:
+                if self._matcher.holds(request.request_id):
+                    return promised if self._room.has(request, num_computed_tokens + promised) else None
+            elif self._matcher.misses(client, request.request_id):
+                return 0
         tracked.settled = None
         self._ahead.asked(request.request_id)
         if client is None or not tracked.control.load or not tracked.may_load:
@@ -234,7 +239,7 @@ class SchedulerSide:
             hashes,
             local,
             min(total + proof, len(hashes) // self._groups.unit_hashes),
-            self._least_units() + proof,
+            least + proof,
             host_only=tracked.control.keeping.host_only,
         )
         if units:
@@ -247,10 +252,12 @@ class SchedulerSide:
                 if not self._groups.plain:  # a shorter prefix needs other leases, from another lookup
                     self._matcher.drop(request.request_id)
                     return None
-        if not units:
-            return units
+        if units is None:
+            return None
         tracked.promised_tokens = promised = units * unit_tokens
         tracked.settled = asked
+        if not units:
+            return 0
         return promised if self._room.has(request, num_computed_tokens + promised) else None
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_external_tokens: int) -> None:
@@ -736,8 +743,10 @@ class SchedulerSide:
         sooner. The latter is judged only if a load shares its steps with requests that are being computed."""
         if self._least is None:
             tokens = self._config.min_load_tokens
+            busy = any(request in self._requests for request in self._computed)
+            if not busy:
+                self._matcher.nothing_runs()
             if not tokens:
-                busy = any(request in self._requests for request in self._computed)
                 tokens = self._worth.least_tokens() if busy else 1
                 self._matcher.block_s = self._worth.token_s * self._groups.unit_tokens
                 self._matcher.step_s = self._worth.step_s if busy else 0.0

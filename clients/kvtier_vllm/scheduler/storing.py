@@ -199,9 +199,6 @@ class Storer:
     def loaded(self, request: Any, group: int, indexes: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Takes note that the daemon has been seen to hold these blocks of a request."""
         self.known[group].seen(hashes)
-        self._announce(request, group, indexes, hashes)
-
-    def _announce(self, request: Any, group: int, indexes: Sequence[int], hashes: Sequence[bytes]) -> None:
         if self._events is not None:
             self._events.held(request, group, indexes, hashes)
 
@@ -523,6 +520,7 @@ class Storer:
             self._refused(store)
             return
         first, failed = 0, False
+        held: list[bytes] = []
         for share in store.shares:
             end = first + len(share.hashes)
             good, first_bad, first_pending = _judged(results[first:end], outcome.succeeded[first:end])
@@ -530,10 +528,11 @@ class Storer:
                 for place in good:
                     if results[first + place] is StoreResult.ACCEPTED:
                         share.origin.made.add(store.group, share.indexes[place], share.hashes[place])
-            indexes, hashes = [share.indexes[one] for one in good], [share.hashes[one] for one in good]
-            self.known[store.group].add(hashes, store.kept)
-            self._announce(share.origin.request, store.group, indexes, hashes)
-            self.counters.blocks += len(good)
+            hashes = share.hashes if len(good) == end - first else [share.hashes[one] for one in good]
+            held += hashes
+            if self._events is not None:
+                indexes = [share.indexes[one] for one in good]
+                self._events.held(share.origin.request, store.group, indexes, hashes)
             if first_bad is not None:
                 failed |= not share.given_up
                 self._failed(share, store.group, first_bad)
@@ -541,6 +540,8 @@ class Storer:
                 again_s = self._clock() + PENDING_S
                 self._pending.append((again_s, share.origin, store.group, share.indexes[first_pending]))
             first = end
+        self.known[store.group].add(held, store.kept)
+        self.counters.blocks += len(held)
         if failed:
             self._pause()
         elif outcome.done:

@@ -15,7 +15,7 @@ from kvtierd.core.state.entities import GroupPlan
 from kvtierd.core.stimuli import LookupBlocks, PrefetchBlocks, SubmitStore
 
 KEPT_BYTES_MAX = 4 << 20
-"""What may wait to be sent."""
+"""What may wait to be sent, as it is sent: half a million hashes."""
 BATCH_BYTES_MAX = 256 << 10
 """An event that alone has more is sent by itself. While a message is made, nobody else is served."""
 SESSIONS_MAX = 4_096

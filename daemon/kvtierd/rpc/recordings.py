@@ -14,7 +14,7 @@ from kvtierd.rpc.recording import Recording
 LOOK_EVERY_S = 0.1
 """Time between two looks whether there is enough for a message."""
 LOOKS_MAX = 10
-"""After so many, what there is is sent: each message costs the front as much as ten events."""
+"""After so many, what there is is sent: each message costs the front as much as a hundred events."""
 END_S = 0.5
 
 

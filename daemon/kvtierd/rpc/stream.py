@@ -83,8 +83,11 @@ class AttachStream:
         self._unhurried: list[cache_pb2.AttachResponse] = []
         self._lazy: set[int] = set()
         """Tickets of transfers whose end nobody waits for."""
-        self._timer: asyncio.TimerHandle | None = None
-        """When messages that wait for others are sent without them."""
+        self._timer: asyncio.Handle | None = None
+        """Sends messages that wait for others without them."""
+        self._timer_s = 0.0
+        """When it does. Kept here, because a handle may not know: uvloop's call_at gives one without a time
+        if the time has come already."""
         self._closed = False
         self._more = asyncio.Event()
         self._finished: Refusal | None = None
@@ -143,10 +146,10 @@ class AttachStream:
         loop = asyncio.get_running_loop()
         at_s = loop.time() + delay_s
         if self._timer is not None:
-            if self._timer.when() <= at_s:
+            if self._timer_s <= at_s:
                 return
             self._timer.cancel()
-        self._timer = loop.call_at(at_s, self._time_is_over)
+        self._timer, self._timer_s = loop.call_at(at_s, self._time_is_over), at_s
 
     def _time_is_over(self) -> None:
         self._timer = None

@@ -144,8 +144,11 @@ def _index(source: Source) -> None:
         first, end = source.below(80), source.below(80)
         known = index.known_run(source.choice((0, 0, 1)), KEYS, first, end)
         assert known is None or 0 <= known <= max(0, min(end, len(KEYS)) - first)
+        some = index.knows_any(source.choice((0, 0, 1)), KEYS[min(first, end) : max(first, end)])
+        assert some in (None, True, False)
     if not changed:
         assert index.known_run(0, KEYS, 0, len(KEYS)) == STORED, "blocks that are there are not found"
+        assert index.knows_any(0, KEYS), "blocks that are there are not found"
 
 
 def run(data: bytes) -> None:

@@ -37,7 +37,11 @@ def test_what_is_stored_is_known_and_the_rest_is_not(shared_host: DaemonHost, co
     assert plain.client.known_run(HASHES, 4) == 8
     assert plain.client.known_run(HASHES, 4, 6) == 2
     assert plain.client.known_run([OTHER[0], *HASHES]) == 0
-    assert plain.client.status.counters.lookups_local > 0
+    spared = plain.client.status.counters.lookups_local
+    assert spared > 0
+    assert plain.client.knows_any([*OTHER, HASHES[11]])
+    assert plain.client.knows_any([*OTHER, HASHES[12]]) is False
+    assert plain.client.status.counters.lookups_local == spared, "it is no lookup"
 
 
 def test_the_daemon_counts_what_it_was_not_asked(shared_host: DaemonHost, connect_to: Connect) -> None:
@@ -87,6 +91,7 @@ def test_after_kill_nine_the_page_is_the_new_daemons(host: DaemonHost, connect_t
     assert plain.store(HASHES).done
     host.kill9()
     until(lambda: plain.client.known_run(HASHES) is None, "nothing is known without a daemon")
+    assert plain.client.knows_any(HASHES) is None
     host.start()
     plain.ready()
     indexed(plain)

@@ -114,3 +114,31 @@ def test_a_lookup_tells_what_is_pending(shared_host: DaemonHost, connect_to: Con
     plain.client.ring(0, 1)
     assert storing.wait(30).done
     assert not plain.lookup(prefix).pending
+
+
+def test_a_request_that_keeps_missing_is_counted_once_and_found_when_it_is_there(
+    shared_host: DaemonHost, connect_to: Connect
+) -> None:
+    plain = connect_to(shared_host)
+    prompt = block_hashes("not yet", range(4))
+    until(lambda: plain.client.known_run(prompt, counted=False) == 0, "the index page can tell")
+    told = plain.client.status.counters.lookups_local
+    matcher = Matcher(QUESTION, budget_s=0.01)
+
+    def ask() -> int | None:
+        matcher.next_step()
+        return matcher.match(plain.client, "r", prompt, 0, len(prompt))
+
+    def misses() -> bool:
+        matcher.next_step()
+        return matcher.misses(plain.client, "r")
+
+    assert [ask() for _ in range(3)] == [0, 0, 0]
+    assert matcher.misses(plain.client, "r")
+    assert plain.client.status.counters.lookups_local == told + 1
+    assert not matcher.misses(plain.client, "another")
+    assert plain.client.store(prompt, list(range(4))).wait(30).done
+    until(lambda: not misses(), "the page tells that it is there")
+    until(lambda: ask() == 4, "it is found")
+    assert plain.client.status.counters.lookups_local == told + 1
+    matcher.forget("r")

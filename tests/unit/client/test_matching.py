@@ -4,7 +4,7 @@ and never with two leases."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,9 +14,10 @@ from kvtier import HIT, MISS, PENDING, Client, GroupQuery, Lookup, Role
 from kvtier.lookups import LookupRecord
 from kvtier.session.state import ProtocolState
 from kvtier.v1 import cache_pb2
-from kvtier_vllm.groups import Groups
+from kvtier_vllm.groups import Groups, GroupShape
 from kvtier_vllm.scheduler.matching import (
     ANSWER_DEADLINE_S,
+    IDLE_BUDGETS,
     LEASE_AGE_MAX_S,
     PENDING_POLL_S,
     PENDING_WAIT_S,
@@ -35,13 +36,13 @@ STEP_S = 0.001
 
 
 class Call:
-    """As kvtier.LookupCall, on a clock that does not move while somebody waits."""
+    """As kvtier.LookupCall, on a clock that moves while somebody waits, if the daemon is slow."""
 
     def __init__(
         self,
         session: ProtocolState,
         record: LookupRecord,
-        serve: Callable[[], None],
+        serve: Callable[[float], None],
         given_up: Callable[[], None],
     ) -> None:
         self._session, self._record, self._serve, self._given_up = session, record, serve, given_up
@@ -49,14 +50,33 @@ class Call:
     def poll(self) -> Lookup | None:
         return self._record.answer
 
+    @property
+    def took_s(self) -> float | None:
+        return self._record.took_s
+
     def wait_for_answer(self, timeout_s: float) -> Lookup | None:
-        self._serve()
+        self._serve(timeout_s)
         return self._record.answer
 
     def abandon(self) -> Lookup:
         if self._record.answer is None:
             self._given_up()
         return self._session.abandon(self._record)
+
+
+class Page:
+    """The client's index page, with these hashes."""
+
+    def __init__(self, there: set[bytes]) -> None:
+        self._there = there
+
+    def known_run(
+        self, wanted: Sequence[bytes], first: int, end: int, *, group: int, counted: bool
+    ) -> int | None:
+        return next((at for at in range(end - first) if wanted[first + at] not in self._there), end - first)
+
+    def knows_any(self, wanted: Sequence[bytes], *, group: int) -> bool | None:
+        return not self._there.isdisjoint(wanted)
 
 
 class World:
@@ -74,6 +94,14 @@ class World:
         """What the daemon holds, and for which request."""
         self.asked_s: dict[str, list[float]] = {}
         self.deaf = False
+        self.slow_s = self.waited_s = 0.0
+        """How long an answer takes, and for how long answers were waited for."""
+        self._due_s = 0.0
+        """When the last lookup is answered."""
+        self.spared = 0
+        """Lookups that the index page has spared."""
+        self.pages_read = 0
+        """How often the index page was asked about the heads of prompts."""
         self.index: set[bytes] | None = None
         """What the index page has; None: there is none."""
         self.epoch = 7
@@ -108,6 +136,11 @@ class World:
         return found
 
     def step(self, seconds: float = STEP_S) -> None:
+        if self._due_s > self.peer.now_s and not self.deaf:  # what is due meanwhile is there then
+            passed_s = min(seconds, self._due_s - self.peer.now_s)
+            self.peer.now_s += passed_s
+            seconds -= passed_s
+            self.serve()
         self.peer.now_s += seconds
         self.matcher.next_step()
 
@@ -129,11 +162,20 @@ class World:
 
     # --- the client, as the matcher sees it ---
 
-    def known_run(self, wanted: Sequence[bytes], first: int, end: int, *, group: int) -> int | None:
+    def known_run(
+        self, wanted: Sequence[bytes], first: int, end: int, *, group: int, counted: bool
+    ) -> int | None:
         assert group == 0
         if self.index is None:
             return None
-        return next((at for at in range(end - first) if wanted[first + at] not in self.index), end - first)
+        known = next((at for at in range(end - first) if wanted[first + at] not in self.index), end - first)
+        self.spared += counted and not known
+        return known
+
+    def knows_any(self, wanted: Sequence[bytes], *, group: int) -> bool | None:
+        assert group == 0
+        self.pages_read += 1
+        return None if self.index is None else not self.index.isdisjoint(wanted)
 
     def start_lookup(
         self,
@@ -149,13 +191,21 @@ class World:
         record = self.peer.session.lookup(b"".join(wanted), queries, lease=lease)
         number = self.peer.session._next_id - 1
         self._names[number] = self._asking
-        return Call(self.peer.session, record, self.serve, lambda: self._names.update({number: ""}))
+        self._due_s = self.peer.now_s + self.slow_s
+        return Call(self.peer.session, record, self.wait, lambda: self._names.update({number: ""}))
 
     # --- the daemon ---
 
+    def wait(self, timeout_s: float) -> None:
+        """Lets time pass until everything is answered, at most so much."""
+        passed_s = min(timeout_s, max(0.0, self._due_s - self.peer.now_s))
+        self.waited_s += passed_s
+        self.peer.now_s += passed_s
+        self.serve()
+
     def serve(self) -> None:
-        """Answers what was sent, in order."""
-        if self.deaf:
+        """Answers what was sent, in order, if the last of it is due."""
+        if self.deaf or self.peer.now_s < self._due_s:
             return
         for message in self.peer.sent():
             for lease in message.released_leases:
@@ -206,7 +256,7 @@ def test_what_the_index_does_not_know_is_not_asked_for(world: World) -> None:
         assert world.match("r") == 0
         world.step()
     assert world.asked_s == {}
-    assert (world.matcher.counters.lookups, world.matcher.counters.local) == (0, 1)
+    assert (world.matcher.counters.lookups, world.matcher.counters.local, world.spared) == (0, 1, 1)
     world.index |= set(prompt[:5])
     for block in prompt[5:]:
         world.states[block] = MISS
@@ -556,3 +606,98 @@ def test_what_is_on_its_way_is_not_settled(world: World) -> None:
         world.states[block] = PENDING
     assert world.run("r", 0.1) is None
     assert not world.matcher.holds("r")
+
+
+def test_a_miss_stays_one_as_long_as_the_index_page_says_so(world: World) -> None:
+    prompt, client = world.prompt("r"), cast(Client, world)
+    world.index = set()
+    assert not world.matcher.misses(client, "r"), "it has not been asked about"
+    assert world.match("r") == 0
+    world.step()
+    assert world.matcher.misses(client, "r")
+    assert world.spared == 1, "it is one lookup, however often vLLM asks"
+    world.index = None
+    world.step()
+    assert not world.matcher.misses(client, "r"), "the page cannot tell"
+    world.index = set(prompt[:1])
+    world.step()
+    assert not world.matcher.misses(client, "r")
+    for block in prompt[1:]:
+        world.states[block] = MISS
+    assert world.run("r", 0.1) == 1
+
+
+def test_the_index_page_is_read_once_in_a_step_while_it_has_nothing_of_any_request(world: World) -> None:
+    names, client = [f"r{number}" for number in range(64)], cast(Client, world)
+    prompts = [world.prompt(name) for name in names]
+    world.index = set()
+    assert [world.match(name) for name in names] == [0] * 64
+    world.step()
+    before = world.pages_read
+    assert all(world.matcher.misses(client, name) for name in names)
+    assert world.pages_read == before + 1
+    world.index = set(prompts[5][:1])
+    world.step()
+    assert [name for name in names if not world.matcher.misses(client, name)] == ["r5"]
+    world.matcher.drop("r5")
+    world.step()
+    before = world.pages_read
+    assert sum(world.matcher.misses(client, name) for name in names) == 63, (
+        "a forgotten one is not asked about"
+    )
+    assert world.pages_read == before + 1
+
+
+@given(
+    st.sampled_from([(16, 1), (32, 2), (64, 4)]),
+    st.integers(0, 5),
+    st.integers(1, 5),
+    st.sets(st.integers(0, 47)),
+)
+def test_a_head_is_known_if_and_only_if_some_of_the_prompt_is(
+    block: tuple[int, int], first: int, units: int, there: set[int]
+) -> None:
+    """Where a block is one, two or four of those that vLLM hashes, and a unit is as long as one block."""
+    tokens, stride = block
+    question = Question(Groups((GroupShape(0, tokens, hash_stride=stride),), 16))
+    prompt = [number.to_bytes(32) for number in range(48)]
+    page = Page({prompt[at] for at in there})
+    client = cast(Client, page)
+    known = question.known(client, prompt, first, first + units, counted=False)
+    assert (known == 0) == question.none_known(client, [question.head(prompt, first)])
+
+
+def waited_s(world: World, requests: int, names: Iterator[int]) -> float:
+    """For how long so many requests, one after another, make the scheduler wait."""
+    before_s = world.waited_s
+    for number in itertools.islice(names, requests):
+        world.prompt(f"r{number}")
+        assert world.run(f"r{number}", 1.0, 10 * world.matcher.budget_s) == BLOCKS
+        world.matcher.forget(f"r{number}")
+        world.step()
+    return world.waited_s - before_s
+
+
+def test_a_step_waits_for_answers_only_if_they_come_within_its_budget(world: World) -> None:
+    budget_s, names = world.matcher.budget_s, itertools.count()
+    world.slow_s = 0.6 * budget_s
+    assert waited_s(world, 50, names) == pytest.approx(50 * world.slow_s)
+    world.slow_s = 3 * budget_s
+    assert waited_s(world, 50, names) < 25 * budget_s, "it soon leaves off"
+    assert waited_s(world, 50, names) < 10 * budget_s, "but tries again now and then"
+    world.slow_s = 0.6 * budget_s
+    waited_s(world, 50, names)
+    assert waited_s(world, 50, names) == pytest.approx(50 * world.slow_s)
+
+
+def test_a_step_in_which_nothing_runs_waits_longer(world: World) -> None:
+    world.slow_s = 8 * world.matcher.budget_s
+    world.prompt("r")
+    world.matcher.nothing_runs()
+    assert world.match("r") == BLOCKS, "without another step"
+    world.slow_s, world.waited_s = 100 * world.matcher.budget_s, 0.0
+    world.prompt("later")
+    world.step()
+    world.matcher.nothing_runs()
+    assert world.match("later") is None
+    assert world.waited_s == pytest.approx(IDLE_BUDGETS * world.matcher.budget_s)

@@ -46,6 +46,9 @@ def test_clients_can_read_a_page_and_nothing_else() -> None:
         assert reader.run(KEYS, 0, 8) == 3
         assert reader.run(KEYS, 1, 2) == 1
         assert reader.run(KEYS, 3, 8) == reader.run(KEYS, 5, 5) == reader.run([], 0, 8) == 0
+        assert reader.any([*KEYS[5:], KEYS[2]])
+        assert not reader.any(KEYS[3:])
+        assert not reader.any([])
     finally:
         os.close(fd)
         page.close()
@@ -151,6 +154,8 @@ def test_short_hashes_are_padded_as_the_table_has_them() -> None:
     assert IndexReader(memory, 8).run([b"\x09" * 8], 0, 1) == 1
     with pytest.raises(ValueError, match=r"hashes\[0\] is no bytes object of 8 bytes"):
         IndexReader(memory, 8).run([b"\x09" * 9], 0, 1)
+    with pytest.raises(ValueError, match=r"hashes\[0\] is no bytes object of 8 bytes"):
+        IndexReader(memory, 8).any([b"\x09" * 9])
 
 
 def test_what_is_no_page_is_refused() -> None:
