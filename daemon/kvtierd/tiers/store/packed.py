@@ -65,6 +65,8 @@ class News:
     """Shape (n, 32)."""
     records: npt.NDArray[np.uint32]
     """For each block its first record."""
+    pack: Pack
+    """What the pack's head says."""
 
 
 class Shelf:
@@ -113,10 +115,16 @@ class Shelf:
             if await self._store.put(self._prefix + name, parts):
                 hashes = np.ascontiguousarray(placed["hash"][firsts])
                 self._known[name] = _made_s(name)
-                return News(name, hashes, np.array(firsts, np.uint32))
+                pack = Pack(self._namespace, self._group, packs.length_of(bytes(parts[0])), placed)
+                return News(name, hashes, np.array(firsts, np.uint32), pack)
         raise StoreError(Trouble.OTHER, f"{self._prefix}: every name that was tried is taken")
 
     # --- what there is ---
+
+    def start_over(self) -> None:
+        """Has the next `news` tell of everything there is."""
+        self._known.clear()
+        self._newest_s = 0.0
 
     async def news(self, limit: int) -> list[News]:
         """Packs that this has not told of yet, oldest first, at most `limit`; fewer do not mean that these
@@ -184,13 +192,14 @@ class Shelf:
 
     # --- in ---
 
-    async def get(self, name: str, wanted: Sequence[Wanted]) -> list[bool]:
-        """Reads blocks of one pack. Returns which of them are exactly what was asked for; what the buffers of
-        the others have is not known. Raises StoreError; MISSING if the pack has gone."""
+    async def get(self, name: str, wanted: Sequence[Wanted]) -> list[list[int] | None]:
+        """Reads blocks of one pack. Returns for each the xxh3_64 of what its buffers have now, which the
+        caller compares, or None if the pack does not say that it has this block. Raises StoreError, and then
+        nobody knows what the buffers have; MISSING if the pack has gone."""
         try:
             pack = await self._head(name, None)
         except PackError:
-            return [False] * len(wanted)
+            return [None] * len(wanted)
         fits = [self._fits(pack, one) for one in wanted]
         ranges: list[tuple[int, memoryview]] = []
         for one, right in zip(wanted, fits, strict=True):
@@ -202,11 +211,7 @@ class Shelf:
         if ranges:
             await self._store.read_into(self._prefix + name, ranges)
         return [
-            right
-            and all(
-                xxh3_64(buffer) == int(pack.records[one.record + rank]["checksum"])
-                for rank, buffer in enumerate(one.into)
-            )
+            [xxh3_64(buffer) for buffer in one.into] if right else None
             for one, right in zip(wanted, fits, strict=True)
         ]
 
@@ -239,4 +244,5 @@ def _whole_blocks(name: str, pack: Pack) -> News:
         alike = len(some) == count and bool((some["hash"] == some["hash"][0]).all())
         whole.append(alike and bool((some["shard"] == np.arange(count)).all()))
     chosen = firsts[np.array(whole, np.bool_)] if len(firsts) else firsts
-    return News(name, np.ascontiguousarray(records["hash"][chosen]), chosen.astype(np.uint32))
+    hashes = np.ascontiguousarray(records["hash"][chosen])
+    return News(name, hashes, chosen.astype(np.uint32), pack)

@@ -24,7 +24,7 @@ from kvtier_kernels import xxh3_64
 MAGIC: Final = b"KVTIERP1"
 VERSION: Final = 1
 ALIGNMENT: Final = 4_096
-DIGEST_BYTES: Final = 32
+DIGEST_BYTES: Final = 16
 RECORDS_MAX: Final = 1 << 16
 """In one pack: a head is at most 4.5 MiB."""
 PACK_BYTES_MAX: Final = 1 << 30
@@ -39,7 +39,7 @@ HEAD: Final = np.dtype(
         ("group", "<u4"),
         ("version", "<u4"),
         ("namespace", "u1", DIGEST_BYTES),
-        ("unused", "u1", 16),
+        ("unused", "u1", 32),
     ]
 )
 RECORD: Final = np.dtype(

@@ -1,1 +1,0 @@
-"""The store tier, as the core sees it."""
