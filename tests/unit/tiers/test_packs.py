@@ -59,7 +59,7 @@ def test_a_head_that_was_changed_anywhere_is_refused(sizes: list[int], data: st.
 
 @pytest.mark.parametrize(
     ("namespace", "group", "what"),
-    [(bytes(32), GROUP, "another namespace"), (NAMESPACE, GROUP + 1, "another namespace, or to group 3")],
+    [(bytes(16), GROUP, "another namespace"), (NAMESPACE, GROUP + 1, "another namespace, or to group 3")],
 )
 def test_the_pack_of_another_is_refused(namespace: bytes, group: int, what: str) -> None:
     pack = whole([100])

@@ -48,6 +48,15 @@ class Listed:
     """When it was written, by the store's clock: seconds since 1970."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an object."""
+
+    data: bytes
+    object_bytes: int
+    """The length of the whole object."""
+
+
 class ObjectStore(Protocol):
     """Objects by name. Names have letters, digits, and - _ . / only."""
 
@@ -55,7 +64,7 @@ class ObjectStore(Protocol):
         """Makes an object of these parts, one after the other. Returns False, and changes nothing, if there
         is one of that name already."""
 
-    async def read(self, name: str, begin: int, size_bytes: int) -> bytes:
+    async def read(self, name: str, begin: int, size_bytes: int) -> Piece:
         """So many bytes of an object, from `begin` on; fewer where it ends before."""
 
     async def read_into(self, name: str, ranges: Sequence[tuple[int, memoryview]]) -> None:

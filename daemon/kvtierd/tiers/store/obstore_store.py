@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -18,10 +19,12 @@ from obstore.exceptions import (
 )
 from obstore.store import from_url
 
-from kvtierd.tiers.store.objects import Listed, StoreError, Trouble
+from kvtierd.tiers.store.objects import Listed, Piece, StoreError, Trouble
 
 COALESCED_BYTES: Final = 256 << 10
 """Two ranges with no more than this between them are read as one."""
+SPAN_BYTES_MAX: Final = 8 << 20
+"""No more is read at once, so that several connections share a long read."""
 DELETED_AT_ONCE: Final = 500
 _DENIED: Final = (
     "AccessDenied",
@@ -33,6 +36,8 @@ _DENIED: Final = (
 _CODE: Final = re.compile("<Code>(.*?)</Code>", re.DOTALL)
 _MESSAGE: Final = re.compile("<Message>(.*?)</Message>", re.DOTALL)
 """In the answers of S3."""
+_SHORT: Final = ("Requested range was invalid", "Invalid range", "InvalidRange", "416 ")
+"""The object ends before what was asked for."""
 _FULL: Final = ("QuotaExceeded", "507 ", "No space left", "InsufficientStorage", "StorageFull")
 
 
@@ -75,28 +80,32 @@ class ObstoreStore:
                     return False
                 return True
 
-    async def read(self, name: str, begin: int, size_bytes: int) -> bytes:
+    async def read(self, name: str, begin: int, size_bytes: int) -> Piece:
         with _troubles(name):
             async with asyncio.timeout(self._deadline_s):
                 answer = await obstore.get_async(
                     self._store, name, options={"range": (begin, begin + size_bytes)}
                 )
-                return bytes(await answer.bytes_async())
+                return Piece(bytes(await answer.bytes_async()), answer.meta["size"])
 
     async def read_into(self, name: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        spans = _joined(ranges)
         with _troubles(name):
             async with asyncio.timeout(self._deadline_s):
+                # obstore joins neighbours as well, but panics where an object ends before one of them begins.
                 found = await obstore.get_ranges_async(
                     self._store,
                     name,
-                    starts=[begin for begin, _ in ranges],
-                    lengths=[len(into) for _, into in ranges],
-                    coalesce=COALESCED_BYTES,
+                    starts=[span.begin for span in spans],
+                    ends=[span.end for span in spans],
+                    coalesce=0,
                 )
-        for (begin, into), data in zip(ranges, found, strict=True):
-            if len(data) != len(into):
-                raise StoreError(Trouble.MISSING, f"{name}: ends before byte {begin + len(into)}")
-            into[:] = memoryview(data)
+        for span, data in zip(spans, found, strict=True):
+            if len(data) != span.end - span.begin:
+                raise StoreError(Trouble.MISSING, f"{name}: ends before byte {span.end}")
+            whole = memoryview(data)
+            for begin, into in span.parts:
+                into[:] = whole[begin - span.begin : begin - span.begin + len(into)]
 
     async def list(self, prefix: str, after: str = "", limit: int = 1_000) -> list[Listed]:
         found: list[Listed] = []
@@ -144,6 +153,30 @@ class ObstoreStore:
         del self._store
 
 
+@dataclass(slots=True)
+class _Span:
+    """Bytes that are read at once, and who gets which of them."""
+
+    begin: int
+    end: int
+    parts: list[tuple[int, memoryview]]
+
+
+def _joined(ranges: Sequence[tuple[int, memoryview]]) -> list[_Span]:
+    """Ranges with little between them are read together, up to SPAN_BYTES_MAX."""
+    spans: list[_Span] = []
+    for begin, into in sorted(ranges, key=lambda each: each[0]):
+        end = begin + len(into)
+        last = spans[-1] if spans else None
+        near = last is not None and begin - last.end <= COALESCED_BYTES and end - last.begin <= SPAN_BYTES_MAX
+        if last is not None and near:
+            last.end = max(last.end, end)
+            last.parts.append((begin, into))
+        else:
+            spans.append(_Span(begin, end, [(begin, into)]))
+    return spans
+
+
 def _batches(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     rest = iter(names)
     while some := tuple(itertools.islice(rest, DELETED_AT_ONCE)):
@@ -161,14 +194,19 @@ def _troubles(name: str) -> Iterator[None]:
         raise StoreError(Trouble.DENIED, f"{name}: {_said(error)}") from None
     except TimeoutError:
         raise StoreError(Trouble.LATE, f"{name}: no answer in time") from None
-    except (BaseError, OSError, ValueError) as error:
+    except StoreError:
+        raise
+    except Exception as error:  # also the panics of its native code
         text = str(error)
-        if any(sign in text for sign in _DENIED):
+        if any(sign in text for sign in _SHORT):
+            trouble = Trouble.MISSING
+        elif any(sign in text for sign in _DENIED):
             trouble = Trouble.DENIED
         elif any(sign in text for sign in _FULL):
             trouble = Trouble.FULL
         elif "timed out" in text or "error sending request" in text or "retries" in text:
-            trouble = Trouble.LATE
+            why = " ".join(text.partition("\n\n")[0].rpartition(" - ")[2].split())
+            raise StoreError(Trouble.LATE, f"{name}: no answer ({why})") from None
         else:
             trouble = Trouble.OTHER
         raise StoreError(trouble, f"{name}: {_said(error)}") from None

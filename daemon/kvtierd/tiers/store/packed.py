@@ -163,7 +163,7 @@ class Shelf:
 
     async def _head_or_none(self, listed: Listed) -> Pack | None:
         try:
-            return await self._head(listed.name.removeprefix(self._prefix), listed.size_bytes)
+            return await self._head(listed.name.removeprefix(self._prefix))
         except PackError:
             return None
         except StoreError as error:
@@ -171,18 +171,17 @@ class Shelf:
                 return None
             raise
 
-    async def _head(self, name: str, pack_bytes: int | None) -> Pack:
+    async def _head(self, name: str) -> Pack:
         """The head of a pack. Raises PackError and StoreError."""
         pack = self._heads.get(name)
         if pack is None:
             path = self._prefix + name
-            begin = await self._store.read(path, 0, FIRST_READ_BYTES)
+            piece = await self._store.read(path, 0, FIRST_READ_BYTES)
+            begin = piece.data
             length = packs.needed_bytes(begin)
             if length > len(begin):
-                begin += await self._store.read(path, len(begin), length - len(begin))
-            if pack_bytes is None:
-                pack_bytes = packs.length_of(begin)
-            pack = packs.read_head(begin[:length], self._namespace, self._group, pack_bytes)
+                begin += (await self._store.read(path, len(begin), length - len(begin))).data
+            pack = packs.read_head(begin[:length], self._namespace, self._group, piece.object_bytes)
             self._heads[name] = pack
             if len(self._heads) > HEADS_KEPT:
                 self._heads.popitem(last=False)
@@ -197,7 +196,7 @@ class Shelf:
         caller compares, or None if the pack does not say that it has this block. Raises StoreError, and then
         nobody knows what the buffers have; MISSING if the pack has gone."""
         try:
-            pack = await self._head(name, None)
+            pack = await self._head(name)
         except PackError:
             return [None] * len(wanted)
         fits = [self._fits(pack, one) for one in wanted]

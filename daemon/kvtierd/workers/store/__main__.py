@@ -29,6 +29,7 @@ from kvtierd.workers.store.looking import Looking
 from kvtierd.workers.store.loop import StoreLoop
 from kvtierd.workers.store.moving import StoreMover
 from kvtierd.workers.store.shelves import Shelves
+from kvtierd.workers.supervisor.kinds import OPTIONS_VARIABLE
 
 _log = logger("kvtierd.workers.store")
 
@@ -59,12 +60,7 @@ def main() -> NoReturn:
     exit_status, is_orphan = run(inherited, ready, populator, handle, _log, loop.broken.is_set)
     deadline_s = arguments.operation_deadline_s
     loop.stop()
-
-    def join(timeout_s: float) -> bool:
-        loop.join(timeout_s)
-        return not loop.is_alive()
-
-    finish(inherited.status, min(deadline_s, ORPHAN_DEADLINE_S) if is_orphan else deadline_s, join, _log)
+    finish(inherited.status, min(deadline_s, ORPHAN_DEADLINE_S) if is_orphan else deadline_s, loop.join, _log)
     leave(exit_status)
 
 
@@ -74,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-bytes", type=int, required=True)
     parser.add_argument("--extent-bytes", type=int, required=True)
     parser.add_argument("--url", required=True, help="where the store is, for example s3://bucket/folder")
-    parser.add_argument("--options", type=json.loads, default={}, help="JSON: what obstore is told besides")
     parser.add_argument("--prefix", default="", help="the folder of kvtier's objects in the store")
     parser.add_argument("--host", required=True, help="8 hexadecimal digits that name this daemon")
     parser.add_argument("--reads", type=int, default=16, help="jobs that read at once")
@@ -100,8 +95,9 @@ def _maker(inherited: Inheritance) -> Make:
     except ImportError as error:
         message = f"the package obstore is not there ({error}): pip install 'kvtier[store]'"
         raise Refusal(Reason.MODE_UNSUPPORTED, message, field="store.url", value=arguments.url) from error
+    options = json.loads(os.environ.pop(OPTIONS_VARIABLE, "{}"))
     try:
-        store = ObstoreStore(arguments.url, arguments.options, arguments.call_deadline_s)
+        store = ObstoreStore(arguments.url, options, arguments.call_deadline_s)
     except StoreError as error:
         message = f"it cannot be used: {error}"
         raise Refusal(Reason.MALFORMED, message, field="store.url", value=arguments.url) from error

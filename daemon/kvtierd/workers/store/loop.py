@@ -17,7 +17,7 @@ from kvtierd.workers.store.moving import StoreMover
 _log = logger(__name__)
 
 
-class StoreLoop(threading.Thread):
+class StoreLoop:
     """Runs jobs until it is stopped. A job is reported when nothing of it is under way any more."""
 
     def __init__(
@@ -31,7 +31,7 @@ class StoreLoop(threading.Thread):
     ) -> None:
         """`make` is called in the thread, with what sends to the front. `reads` and `writes`: how many jobs
         of these kinds run at once."""
-        super().__init__(name="store", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="store", daemon=True)
         self._make = make
         self._channel = channel
         self._status = status
@@ -50,6 +50,14 @@ class StoreLoop(threading.Thread):
         vain."""
 
     # --- from the main thread ---
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits after `stop`; False if something is still under way."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     @property
     def busy(self) -> bool:
@@ -75,7 +83,7 @@ class StoreLoop(threading.Thread):
 
     # --- in the loop ---
 
-    def run(self) -> None:
+    def _run_loop(self) -> None:
         try:
             asyncio.set_event_loop(self._loop)
             self._loop.run_until_complete(self._serve())

@@ -10,6 +10,8 @@ DISK_PREFIX = "disk-"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 NO_MPS = "/nonexistent/kvtierd-uses-no-mps"
+OPTIONS_VARIABLE = "KVTIER_STORE_OPTIONS"
+"""In the environment of a store's worker: JSON of what its client is told."""
 IO_THREADS_MAX = 8
 """The most threads of a disk's worker. Its status page has a word for each."""
 
@@ -124,7 +126,6 @@ class StoreOptions:
                 "--extent-bytes": self.extent_bytes,
                 "--url": self.url,
                 "--prefix": self.prefix,
-                "--options": json.dumps(dict(self.options)),
                 "--host": self.host,
                 "--call-deadline-s": self.call_deadline_s,
                 "--look-every-s": self.look_every_s,
@@ -135,6 +136,8 @@ class StoreOptions:
             operation_deadline_s=self.deadline_s,
             map_deadline_s=handshake_deadline_s,
             fds=(self.image_fd,),
+            # Everybody may read a command line, and there may be a secret among them.
+            environment={OPTIONS_VARIABLE: json.dumps(dict(self.options))},
         )
 
 
