@@ -1,21 +1,17 @@
-"""Daemons of hosts that share a store. Here they are processes with pools and sockets of their own."""
+"""Hosts that share a store, and plain clients of theirs, closed with the test."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from kvtier.session import state
 
 from tests.support.daemon import DaemonHost
-from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX
+from tests.support.hosts import NewHost, several_hosts
 from tests.support.plain_client import READY_S, PlainClient
 
-NewHost = Callable[..., DaemonHost]
 Connect = Callable[..., PlainClient]
 
 
@@ -28,26 +24,8 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def new_host() -> Iterator[NewHost]:
     """Starts a daemon of another host, with these settings."""
-    hosts: list[tuple[DaemonHost, Path, Path]] = []
-
-    def make(**settings: Any) -> DaemonHost:
-        run = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir="/tmp"))
-        pool = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=SHM))
-        usual = {
-            "server__heartbeat_interval_s": "0.2",
-            "store__look_every_s": "0.1",
-            "store__write_mode": "through",
-        }
-        host = DaemonHost(run, pool / "pool", **{**usual, **settings})
-        hosts.append((host, run, pool))
-        host.start()
-        return host
-
-    yield make
-    for host, run, pool in hosts:
-        host.stop()
-        shutil.rmtree(run)
-        shutil.rmtree(pool)
+    with several_hosts() as make:
+        yield make
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtierd.tiers.store.objects import ObjectStore, StoreError, Trouble
+from kvtierd.tiers.store.objects import ObjectStore, StoreError, StoreTrouble
 from kvtierd.tiers.store.obstore_store import ObstoreStore
 
 from tests.support import seaweed
@@ -68,7 +68,7 @@ def parts(*pieces: bytes) -> list[memoryview]:
     return [memoryview(each) for each in pieces]
 
 
-async def trouble_of(call: Coroutine[Any, Any, object]) -> Trouble:
+async def trouble_of(call: Coroutine[Any, Any, object]) -> StoreTrouble:
     with pytest.raises(StoreError) as raised:
         await call
     assert "\n" not in str(raised.value)
@@ -109,12 +109,12 @@ def test_an_object_is_made_once(run: Callable[[Task], None]) -> None:
 
 def test_what_is_not_there_is_missing(run: Callable[[Task], None]) -> None:
     async def task(store: ObjectStore, prefix: str) -> None:
-        assert await trouble_of(store.read(prefix + "none", 0, 1)) is Trouble.MISSING
+        assert await trouble_of(store.read(prefix + "none", 0, 1)) is StoreTrouble.MISSING
         into = memoryview(bytearray(8))
-        assert await trouble_of(store.read_into(prefix + "none", [(0, into)])) is Trouble.MISSING
+        assert await trouble_of(store.read_into(prefix + "none", [(0, into)])) is StoreTrouble.MISSING
         await store.put(prefix + "short", parts(b"1234567"))
-        assert await trouble_of(store.read_into(prefix + "short", [(0, into)])) is Trouble.MISSING
-        assert await trouble_of(store.read_into(prefix + "short", [(50, into)])) is Trouble.MISSING
+        assert await trouble_of(store.read_into(prefix + "short", [(0, into)])) is StoreTrouble.MISSING
+        assert await trouble_of(store.read_into(prefix + "short", [(50, into)])) is StoreTrouble.MISSING
         assert await store.list(prefix + "nothing/") == []
         await store.delete([prefix + "none"])
 
@@ -142,9 +142,9 @@ def test_wrong_credentials_are_denied(server: Seaweed) -> None:
     async def task() -> None:
         options = server.options(secret_access_key="another")
         store = ObstoreStore(f"s3://{BUCKET}", options, DEADLINE_S)
-        assert await trouble_of(store.put("denied/one", parts(b"x"))) is Trouble.DENIED
-        assert await trouble_of(store.read("denied/one", 0, 1)) is Trouble.DENIED
-        assert await trouble_of(store.list("denied/")) is Trouble.DENIED
+        assert await trouble_of(store.put("denied/one", parts(b"x"))) is StoreTrouble.DENIED
+        assert await trouble_of(store.read("denied/one", 0, 1)) is StoreTrouble.DENIED
+        assert await trouble_of(store.list("denied/")) is StoreTrouble.DENIED
 
     asyncio.run(task())
 
@@ -157,8 +157,8 @@ def test_a_server_that_does_not_answer_is_late_and_serves_again(server: Seaweed)
         server.signal(signal.SIGSTOP)
         try:
             began_s = asyncio.get_running_loop().time()
-            assert await trouble_of(store.read("late/one", 0, 4)) is Trouble.LATE
-            assert await trouble_of(store.put("late/two", parts(b"x"))) is Trouble.LATE
+            assert await trouble_of(store.read("late/one", 0, 4)) is StoreTrouble.LATE
+            assert await trouble_of(store.put("late/two", parts(b"x"))) is StoreTrouble.LATE
             assert asyncio.get_running_loop().time() - began_s < 10
         finally:
             server.signal(signal.SIGCONT)
@@ -177,14 +177,14 @@ def test_a_server_that_was_killed_has_what_it_confirmed(tmp_path: Path) -> None:
         store = ObstoreStore(f"s3://{BUCKET}", server.options(), 1.0)
         assert await patient.put("killed/one", parts(b"kept"))
         server.kill()
-        assert await trouble_of(store.read("killed/one", 0, 4)) is Trouble.LATE
+        assert await trouble_of(store.read("killed/one", 0, 4)) is StoreTrouble.LATE
         server.start()
         for _ in range(100):
             try:
                 assert (await patient.read("killed/one", 0, 4)).data == b"kept"
                 return
             except StoreError as error:
-                if error.trouble is Trouble.MISSING:
+                if error.trouble is StoreTrouble.MISSING:
                     raise
                 await asyncio.sleep(0.2)
         pytest.fail("it does not serve again")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from kvtier_kernels import xxh3_64
 from kvtierd.tiers.store import packed, packs
-from kvtierd.tiers.store.objects import ObjectStore, StoreError, Trouble
+from kvtierd.tiers.store.objects import ObjectStore, StoreError, StoreTrouble
 from kvtierd.tiers.store.obstore_store import ObstoreStore
-from kvtierd.tiers.store.packed import SKEW_S, Block, News, Shard, Shelf, Wanted
+from kvtierd.tiers.store.packed import SKEW_S, Block, PackNews, Shard, Shelf, Wanted
 
 NAMESPACE = bytes(range(16))
 SIZES = (5_000, 4_096)
@@ -50,7 +50,7 @@ def blocks(*numbers: int) -> list[Block]:
     return made
 
 
-def wanted(news: News, number: int) -> Wanted:
+def wanted(news: PackNews, number: int) -> Wanted:
     place = news.hashes[:, 0].tolist().index(number)
     buffers = [memoryview(bytearray(size)) for size in SIZES]
     return Wanted(bytes([number]) * 32, int(news.records[place]), buffers)
@@ -67,7 +67,7 @@ def sums(number: int) -> list[int]:
     return [shard.checksum for shard in block.shards]
 
 
-def numbers(news: Sequence[News]) -> list[list[int]]:
+def numbers(news: Sequence[PackNews]) -> list[list[int]]:
     return [each.hashes[:, 0].tolist() for each in news]
 
 
@@ -191,6 +191,6 @@ def test_a_pack_that_has_gone_is_missing(store: ObjectStore, clock: Clock, tmp_p
             file.unlink()
         with pytest.raises(StoreError) as raised:
             await reader.get(put.name, [wanted(put, 1)])
-        assert raised.value.trouble is Trouble.MISSING
+        assert raised.value.trouble is StoreTrouble.MISSING
 
     asyncio.run(task())

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from kvtier import MISS, PENDING
-from kvtier.v1 import admin_pb2
 
-from tests.integration.stores.conftest import Connect, NewHost
+from tests.integration.stores.conftest import Connect
 from tests.support import seaweed
 from tests.support.daemon import DaemonHost, until
+from tests.support.hosts import NewHost, below, wait_until_put
 from tests.support.plain_client import BLOCK_BYTES, NAMESPACE, PlainClient, block_hashes
 from tests.support.seaweed import BUCKET, Seaweed
 
@@ -31,19 +31,6 @@ def url(tmp_path: Path) -> str:
     return tmp_path.joinpath("shared").as_uri()
 
 
-def below(host: DaemonHost) -> admin_pb2.DiskStatus:
-    [store] = host.status().disks
-    return store
-
-
-def put(host: DaemonHost, blocks: int) -> None:
-    """Waits until a host has put so many blocks into the store, and knows that it has."""
-    until(
-        lambda: below(host).blocks >= blocks and not below(host).writing_bytes,
-        "the blocks are in the store",
-    )
-
-
 def loads(plain: PlainClient, hashes: list[bytes]) -> None:
     """All of these come up, and every byte is right."""
     until(lambda: plain.lookup(hashes).hits == len(hashes), "they come up")
@@ -55,7 +42,7 @@ def test_blocks_of_one_host_are_loaded_on_another(new_host: NewHost, connect_to:
     writer, reader = connect_to(one), connect_to(two)
     assert reader.lookup(HASHES).hits == 0
     assert writer.store(HASHES).done
-    put(one, len(HASHES))
+    wait_until_put(one, len(HASHES))
     until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
     loads(reader, HASHES)
     assert two.status().counters.promoted_blocks == len(HASHES)
@@ -66,7 +53,7 @@ def test_a_host_that_starts_later_finds_what_there_is(
 ) -> None:
     one = new_host(store__url=url)
     assert connect_to(one).store(HASHES).done
-    put(one, len(HASHES))
+    wait_until_put(one, len(HASHES))
     one.stop()
     loads(connect_to(new_host(store__url=url)), HASHES)
 
@@ -75,7 +62,7 @@ def test_what_differs_is_not_shared(new_host: NewHost, connect_to: Connect, url:
     """Another model has another namespace, and blocks of other tenants are not for this one."""
     one, two = new_host(store__url=url), new_host(store__url=url)
     assert connect_to(one).store(HASHES).done
-    put(one, len(HASHES))
+    wait_until_put(one, len(HASHES))
     same = connect_to(two)
     until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
     other = connect_to(two, "other", namespace=dataclasses.replace(NAMESPACE, model="another"))
@@ -88,10 +75,10 @@ def test_a_tenant_of_another_name_shares_nothing(new_host: NewHost, connect_to: 
     one = new_host(store__url=url, server__tenants="*=research")
     two = new_host(store__url=url, server__tenants="*=production")
     assert connect_to(one).store(HASHES).done
-    put(one, len(HASHES))
+    wait_until_put(one, len(HASHES))
     reader = connect_to(two)
     assert reader.store(block_hashes("own", range(2))).done
-    put(two, 2)
+    wait_until_put(two, 2)
     assert reader.lookup(HASHES).hits == 0
     assert below(two).blocks == 2
 
@@ -104,7 +91,7 @@ class TestDamage:
         """A host that knows of another's blocks, and its client."""
         one, two = new_host(store__url=url), new_host(store__url=url)
         assert connect_to(one).store(HASHES).done
-        put(one, len(HASHES))
+        wait_until_put(one, len(HASHES))
         reader = connect_to(two)
         until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
         return two, reader
@@ -166,7 +153,7 @@ class TestProcesses:
     ) -> None:
         one, two = new_host(store__url=url), new_host(store__url=url)
         assert connect_to(one).store(HASHES).done
-        put(one, len(HASHES))
+        wait_until_put(one, len(HASHES))
         reader = connect_to(two)
         until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
         [worker] = [worker for worker in two.status().workers if worker.device == "disk-0"]
@@ -185,7 +172,7 @@ class TestProcesses:
         one = new_host(store__url=url)
         writer = connect_to(one)
         assert writer.store(HASHES).done
-        put(one, len(HASHES))
+        wait_until_put(one, len(HASHES))
         one.kill9()
         one.pool.unlink()
         one.start()
@@ -239,7 +226,7 @@ class TestServer:
         }
         one, two = new_host(**settings), new_host(**settings)
         assert connect_to(one).store(HASHES).done
-        put(one, len(HASHES))
+        wait_until_put(one, len(HASHES))
         reader = connect_to(two)
         until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
         two.daemon.may_complain = one.daemon.may_complain = True

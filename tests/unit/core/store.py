@@ -41,4 +41,4 @@ class StoreHost(DiskHost):
         """As `found`, and all that is wanted is there. Returns which blocks these were."""
         answer = self.found(space, hashes)
         self.disk.finish_all()
-        return np.unique(answer.positions).tolist()
+        return [int(each) for each in np.unique(answer.positions)]

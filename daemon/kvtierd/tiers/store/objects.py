@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Protocol
 
 
-class Trouble(Enum):
+class StoreTrouble(Enum):
     """Why a store did not do what it was asked for, as far as that decides what happens next."""
 
     MISSING = "missing"
@@ -33,7 +33,7 @@ class Trouble(Enum):
 class StoreError(Exception):
     """A call of a store failed."""
 
-    def __init__(self, trouble: Trouble, message: str) -> None:
+    def __init__(self, trouble: StoreTrouble, message: str) -> None:
         super().__init__(message)
         self.trouble = trouble
 

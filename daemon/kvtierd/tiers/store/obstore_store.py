@@ -19,7 +19,7 @@ from obstore.exceptions import (
 )
 from obstore.store import from_url
 
-from kvtierd.tiers.store.objects import Listed, Piece, StoreError, Trouble
+from kvtierd.tiers.store.objects import Listed, Piece, StoreError, StoreTrouble
 
 COALESCED_BYTES: Final = 256 << 10
 """Two ranges with no more than this between them are read as one."""
@@ -67,7 +67,7 @@ class ObstoreStore:
         try:
             self._store = from_url(url, **options, **network)
         except (BaseError, ValueError, TypeError) as error:
-            raise StoreError(Trouble.OTHER, f"{url}: {error}") from None
+            raise StoreError(StoreTrouble.OTHER, f"{url}: {error}") from None
 
     async def put(self, name: str, parts: Sequence[memoryview]) -> bool:
         with _troubles(name):
@@ -102,7 +102,7 @@ class ObstoreStore:
                 )
         for span, data in zip(spans, found, strict=True):
             if len(data) != span.end - span.begin:
-                raise StoreError(Trouble.MISSING, f"{name}: ends before byte {span.end}")
+                raise StoreError(StoreTrouble.MISSING, f"{name}: ends before byte {span.end}")
             whole = memoryview(data)
             for begin, into in span.parts:
                 into[:] = whole[begin - span.begin : begin - span.begin + len(into)]
@@ -189,26 +189,26 @@ def _troubles(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise StoreError(Trouble.MISSING, f"{name}: {_said(error)}") from None
+        raise StoreError(StoreTrouble.MISSING, f"{name}: {_said(error)}") from None
     except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
-        raise StoreError(Trouble.DENIED, f"{name}: {_said(error)}") from None
+        raise StoreError(StoreTrouble.DENIED, f"{name}: {_said(error)}") from None
     except TimeoutError:
-        raise StoreError(Trouble.LATE, f"{name}: no answer in time") from None
+        raise StoreError(StoreTrouble.LATE, f"{name}: no answer in time") from None
     except StoreError:
         raise
     except Exception as error:  # also the panics of its native code
         text = str(error)
         if any(sign in text for sign in _SHORT):
-            trouble = Trouble.MISSING
+            trouble = StoreTrouble.MISSING
         elif any(sign in text for sign in _DENIED):
-            trouble = Trouble.DENIED
+            trouble = StoreTrouble.DENIED
         elif any(sign in text for sign in _FULL):
-            trouble = Trouble.FULL
+            trouble = StoreTrouble.FULL
         elif "timed out" in text or "error sending request" in text or "retries" in text:
             why = " ".join(text.partition("\n\n")[0].rpartition(" - ")[2].split())
-            raise StoreError(Trouble.LATE, f"{name}: no answer ({why})") from None
+            raise StoreError(StoreTrouble.LATE, f"{name}: no answer ({why})") from None
         else:
-            trouble = Trouble.OTHER
+            trouble = StoreTrouble.OTHER
         raise StoreError(trouble, f"{name}: {_said(error)}") from None
 
 

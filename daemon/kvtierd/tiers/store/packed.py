@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvtier_kernels import xxh3_64
 
 from kvtierd.tiers.store import packs
-from kvtierd.tiers.store.objects import Listed, ObjectStore, StoreError, Trouble
+from kvtierd.tiers.store.objects import Listed, ObjectStore, StoreError, StoreTrouble
 from kvtierd.tiers.store.packs import Pack, PackError
 
 SKEW_S: Final = 600.0
@@ -57,7 +57,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class PackNews:
     """A pack that was found, with blocks whose shards are all in it."""
 
     name: str
@@ -94,7 +94,7 @@ class Shelf:
 
     # --- out ---
 
-    async def put(self, blocks: Sequence[Block]) -> News:
+    async def put(self, blocks: Sequence[Block]) -> PackNews:
         """Writes one pack of these blocks, in the order of their prompts. Raises StoreError."""
         records = np.zeros(sum(len(block.shards) for block in blocks), packs.RECORD)
         data: list[memoryview] = []
@@ -116,8 +116,8 @@ class Shelf:
                 hashes = np.ascontiguousarray(placed["hash"][firsts])
                 self._known[name] = _made_s(name)
                 pack = Pack(self._namespace, self._group, packs.length_of(bytes(parts[0])), placed)
-                return News(name, hashes, np.array(firsts, np.uint32), pack)
-        raise StoreError(Trouble.OTHER, f"{self._prefix}: every name that was tried is taken")
+                return PackNews(name, hashes, np.array(firsts, np.uint32), pack)
+        raise StoreError(StoreTrouble.OTHER, f"{self._prefix}: every name that was tried is taken")
 
     # --- what there is ---
 
@@ -126,7 +126,7 @@ class Shelf:
         self._known.clear()
         self._newest_s = 0.0
 
-    async def news(self, limit: int) -> list[News]:
+    async def news(self, limit: int) -> list[PackNews]:
         """Packs that this has not told of yet, oldest first, at most `limit`; fewer do not mean that these
         are all. What is no pack, or has gone meanwhile, is left out. Raises StoreError."""
         after = f"{max(0, int((self._newest_s - SKEW_S) * 1e6)):020}"
@@ -137,7 +137,7 @@ class Shelf:
             if len(listed) < LISTED_AT_ONCE:
                 break
             after = listed[-1].name.removeprefix(self._prefix)
-        told: list[News] = []
+        told: list[PackNews] = []
         for first in range(0, len(found[:limit]), READS_AT_ONCE):
             some = found[:limit][first : first + READS_AT_ONCE]
             heads = await asyncio.gather(*(self._head_or_none(each) for each in some))
@@ -167,7 +167,7 @@ class Shelf:
         except PackError:
             return None
         except StoreError as error:
-            if error.trouble is Trouble.MISSING:
+            if error.trouble is StoreTrouble.MISSING:
                 return None
             raise
 
@@ -232,7 +232,7 @@ def _made_s(name: str) -> float:
     return int(name[:20]) / 1e6
 
 
-def _whole_blocks(name: str, pack: Pack) -> News:
+def _whole_blocks(name: str, pack: Pack) -> PackNews:
     """The blocks of a pack of which all shards are there, one after the other."""
     records = pack.records
     firsts = np.flatnonzero(records["shard"] == 0)
@@ -244,4 +244,4 @@ def _whole_blocks(name: str, pack: Pack) -> News:
         whole.append(alike and bool((some["shard"] == np.arange(count)).all()))
     chosen = firsts[np.array(whole, np.bool_)] if len(firsts) else firsts
     hashes = np.ascontiguousarray(records["hash"][chosen])
-    return News(name, hashes, chosen.astype(np.uint32), pack)
+    return PackNews(name, hashes, chosen.astype(np.uint32), pack)

@@ -93,7 +93,7 @@ def _maker(inherited: Inheritance) -> Make:
         # Only here, because a daemon without a store needs no library for it.
         from kvtierd.tiers.store.obstore_store import ObstoreStore
     except ImportError as error:
-        message = f"the package obstore is not there ({error}): pip install 'kvtier[store]'"
+        message = f"the package obstore is not there ({error}): pip install 'obstore>=0.12,<0.13'"
         raise Refusal(Reason.MODE_UNSUPPORTED, message, field="store.url", value=arguments.url) from error
     options = json.loads(os.environ.pop(OPTIONS_VARIABLE, "{}"))
     try:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtierd.core.state.disks import JOB_SLOTS_MAX
 from kvtierd.tiers.store.objects import StoreError
-from kvtierd.tiers.store.packed import News, Shelf
+from kvtierd.tiers.store.packed import PackNews, Shelf
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.log import logger
 from kvtierd.workers.store.shelves import Shelves
@@ -24,7 +24,7 @@ _log = logger(__name__)
 class Find:
     """Blocks of a pack of which the front was told, until it says which of them it wants."""
 
-    news: News
+    news: PackNews
     shelf: Shelf
 
 
@@ -93,7 +93,7 @@ class Looking:
                     self._answered.clear()
                     await self._answered.wait()
                 end = first + per_find
-                some = News(wanted.name, wanted.hashes[first:end], wanted.records[first:end], wanted.pack)
+                some = PackNews(wanted.name, wanted.hashes[first:end], wanted.records[first:end], wanted.pack)
                 number, self._next = self._next, self._next + 1
                 self._finds[number] = Find(some, watched.shelf)
                 self._tell(wire.PackFound(pack=number, space=space, hashes=some.hashes.tobytes()))
@@ -111,7 +111,7 @@ class Looking:
         self._well = error is None
 
 
-def _fitting(news: News, sizes: tuple[int, ...]) -> News:
+def _fitting(news: PackNews, sizes: tuple[int, ...]) -> PackNews:
     """The blocks of a pack whose shards have these sizes."""
     records, world = news.pack.records, len(sizes)
     rows = news.records[news.records + world <= len(records)]
@@ -120,4 +120,4 @@ def _fitting(news: News, sizes: tuple[int, ...]) -> News:
     for rank, size in enumerate(sizes):
         fits &= records["data_bytes"][rows + rank] == size
     kept = kept[fits]
-    return News(news.name, np.ascontiguousarray(news.hashes[kept]), news.records[kept], news.pack)
+    return PackNews(news.name, np.ascontiguousarray(news.hashes[kept]), news.records[kept], news.pack)

@@ -17,8 +17,8 @@ from kvtier_kernels import PoolRecords
 from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.tiers.store import packs
-from kvtierd.tiers.store.objects import StoreError, Trouble
-from kvtierd.tiers.store.packed import Block, News, Shard, Shelf, Wanted
+from kvtierd.tiers.store.objects import StoreError, StoreTrouble
+from kvtierd.tiers.store.packed import Block, PackNews, Shard, Shelf, Wanted
 from kvtierd.workers.disk.jobs import U64, Rows, SlotJob
 from kvtierd.workers.disk.moving import Bytes, pair
 from kvtierd.workers.store import records
@@ -61,7 +61,7 @@ class StoreMover:
                 await self._check(job, rows)
         job.done = len(job)
 
-    def adopt(self, job: SlotJob, found: News, shelf: Shelf) -> None:
+    def adopt(self, job: SlotJob, found: PackNews, shelf: Shelf) -> None:
         """Has the slots of an ADOPT stand for blocks of a pack. What its head says is believed only where it
         is what the slot's record says; the bytes are compared when they are read."""
         slots, generations = job.disk_slots, job.disk_generations
@@ -196,7 +196,7 @@ class StoreMover:
         try:
             sums = await pack.shelf.get(pack.name, target.wanted)
         except StoreError as error:
-            if error.trouble is Trouble.MISSING:
+            if error.trouble is StoreTrouble.MISSING:
                 job.gone.append(rows)
             else:
                 job.fail(rows, str(error))
