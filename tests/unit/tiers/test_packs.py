@@ -10,7 +10,7 @@ from kvtier_kernels import xxh3_64
 from kvtierd.tiers.store import packs
 from kvtierd.tiers.store.packs import PackError
 
-NAMESPACE, GROUP = bytes(range(16)), 2
+NAMESPACE, GROUP = bytes(range(16)), 3
 SIZES = st.lists(st.sampled_from([1, 100, 4_095, 4_096, 4_097, 20_000]), min_size=1, max_size=8)
 
 
