@@ -378,7 +378,8 @@ class DiskJobs:
         host.domains.forget_idle(domain)
         shelf.unpin(job.domain, job.entries)
         if disk.shared:
-            self._forget(disk, lost)
+            # With its worker, what that knew of the job's blocks is gone as well.
+            self._forget(disk, job.entries if job.state is DiskJobState.FAILED else lost)
         read_bytes = job.good * domain.block_bytes
         disk.tally.read_blocks += job.good
         disk.tally.read_bytes += read_bytes

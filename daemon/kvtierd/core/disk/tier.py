@@ -117,6 +117,8 @@ class DiskTier:
         disk = self._of(worker)
         if disk is not None:
             self._health.worker_lost(disk, worker, why)
+            if disk.shared and disk.worker is None:
+                self._watching.worker_gone(disk)
 
     def worker_exited(self, worker: WorkerRecord) -> None:
         disk = self._of(worker)
@@ -124,8 +126,6 @@ class DiskTier:
             for job in self._jobs.exited(disk, worker):
                 self._scrubs.ended(disk, job, looked_at=False)
                 self._writing.give_back(disk, job)
-            if disk.shared:
-                self._watching.worker_gone(disk)
 
     def _of(self, worker: WorkerRecord) -> Disk | None:
         """The disk that a worker serves."""

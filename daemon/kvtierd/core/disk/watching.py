@@ -41,6 +41,7 @@ class Watching:
         self._jobs.adopt(disk, stimulus.pack, stimulus.space, domain, stimulus.hashes)
 
     def worker_gone(self, disk: Disk) -> None:
-        """Nobody knows any more where the store's blocks are: the next worker has to find them anew."""
+        """Nobody knows any more where the store's blocks are: the next worker has to find them anew. Those
+        that the worker may still be reading go with its jobs."""
         disk.watched = {}
         self._core.disks.forget_everything(disk)

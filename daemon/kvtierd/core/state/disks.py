@@ -307,9 +307,9 @@ class Disks:
             self.written(disk, entries)
 
     def forget_everything(self, disk: Disk) -> None:
-        """Nobody knows any more where the blocks of a store are. Nothing may be under way there."""
+        """Nobody knows any more where the blocks of a store are, but for those that are pinned."""
         for entries in self._everything(disk):
-            evict(disk, entries)
+            evict(disk, entries[disk.blocks.table.pins(entries) == 0])
 
     # --- the start ---
 
