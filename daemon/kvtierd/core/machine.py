@@ -176,8 +176,8 @@ class Machine:
     # --- disks ---
 
     def _disk_job_finished(self, stimulus: stimuli.DiskJobFinished) -> None:
-        self._of_disks.job_finished(stimulus)
-        self.lookups.ahead.go_on()
+        if self._of_disks.job_finished(stimulus):
+            self.lookups.ahead.go_on()
 
     # --- time ---
 

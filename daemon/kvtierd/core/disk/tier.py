@@ -86,15 +86,17 @@ class DiskTier:
 
     # --- stimuli ---
 
-    def job_finished(self, stimulus: DiskJobFinished) -> None:
+    def job_finished(self, stimulus: DiskJobFinished) -> bool:
+        """A worker has ended a job. Returns False, and only counts the message, if that is told too late."""
         ended = self._jobs.finished(stimulus)
         if ended is None:
-            return
+            return False
         disk, job = ended
         self._health.ended(disk, job, stimulus)
         self._scrubs.ended(disk, job, looked_at=True)
         self._writing.job_ended(disk, job)
         self._scrubs.go_on(disk)
+        return True
 
     def recovered(self, stimulus: DiskRecovered) -> None:
         """It is known now what a disk holds, so it may be used."""
