@@ -97,7 +97,7 @@ class StoreConfig:
             write_bytes_per_s=self.write_bytes_per_s,
             write_queue_bytes=self.write_queue_size,
             read_queue_bytes=self.read_queue_size,
-            slow_deadline_s=self.deadline_s,
+            slow_deadline_s=2 * self.deadline_s,  # a read may take two calls
             errors_max=self.errors_max,
             probe_after_s=self.probe_after_s,
             recompute_if_faster=self.recompute_if_faster,

@@ -25,6 +25,8 @@ from kvtierd.workers.store import records
 from kvtierd.workers.store.locations import KnownPack, Locations
 from kvtierd.workers.store.shelves import Shelves
 
+PACK_BYTES = 16 << 20
+"""No pack is larger, unless a single block is."""
 Records = npt.NDArray[np.void]
 Place = Callable[[int, int], memoryview]
 """Where so many bytes of a row go."""
@@ -38,6 +40,21 @@ class _Target:
     wanted: list[Wanted]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Outgoing:
+    """A copy of a block that is to be put, and the rows of its job that it is."""
+
+    job: SlotJob
+    rows: Rows
+    space: tuple[bytes, int]
+    """Its namespace and group."""
+    block: Block
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(len(shard.data) for shard in self.block.shards)
+
+
 class StoreMover:
     def __init__(
         self, pool: Bytes, host: PoolRecords, image: PoolRecords, locations: Locations, shelves: Shelves
@@ -49,16 +66,13 @@ class StoreMover:
         self._locations = locations
         self._shelves = shelves
 
-    async def move(self, job: SlotJob) -> None:
-        """Does all of a READ, WRITE or CHECK. Raises nothing that a store may cause."""
+    async def read(self, job: SlotJob) -> None:
+        """Does all of a READ or CHECK. Raises nothing that a store may cause."""
         rows = np.arange(len(job))
-        match job.kind:
-            case DiskJobKind.READ:
-                await self._read(job, rows)
-            case DiskJobKind.WRITE:
-                await self._write(job, rows)
-            case DiskJobKind.CHECK:
-                await self._check(job, rows)
+        if job.kind is DiskJobKind.READ:
+            await self._read(job, rows)
+        else:
+            await self._check(job, rows)
         job.done = len(job)
 
     def adopt(self, job: SlotJob, found: PackNews, shelf: Shelf) -> None:
@@ -86,7 +100,26 @@ class StoreMover:
 
     # --- out ---
 
-    async def _write(self, job: SlotJob, rows: Rows) -> None:
+    def bytes_of(self, job: SlotJob) -> int:
+        """How many bytes a WRITE puts."""
+        return int(self._image.data_bytes(job.disk_slots).sum())
+
+    async def write(self, jobs: Sequence[SlotJob]) -> None:
+        """Does all of some WRITEs: blocks of one space go into packs together. Raises nothing that a store
+        may cause."""
+        by_space: dict[tuple[bytes, int], list[_Outgoing]] = {}
+        for job in jobs:
+            for outgoing in self._prepared(job):
+                by_space.setdefault(outgoing.space, []).append(outgoing)
+        for space, blocks in by_space.items():
+            for some in _in_packs(blocks):
+                await self._put(self._shelves.of(*space), some)
+        for job in jobs:
+            job.done = len(job)
+
+    def _prepared(self, job: SlotJob) -> list["_Outgoing"]:
+        """Copies the blocks of a job that are still on the host."""
+        rows = np.arange(len(job))
         rows = self._keep(job, rows, self._image.match(*pair(job, rows, self._host)))
         copies = self._copied(job, rows)
         # If the host's block is still there, its bytes are what was copied, because a slot's generation
@@ -97,26 +130,41 @@ class StoreMover:
         blocks = list(_whole_blocks(found))
         in_blocks = np.concatenate([np.empty(0, np.int64), *(kept[first:end] for first, end in blocks)])
         job.fail(np.setdiff1d(kept, in_blocks))
-        for (namespace, group), some in _by_space(found, blocks).items():
-            shelf = self._shelves.of(namespace, group)
-            places = np.concatenate([np.arange(first, end) for first, end in some])
-            try:
-                with _timed(job):
-                    put = await shelf.put([_block(found, copies, first, end) for first, end in some])
-            except StoreError as error:
-                job.fail(kept[places], str(error))
-                continue
-            written = kept[places]
-            job.moved_bytes += int(found["data_bytes"][places].sum())
-            where = np.concatenate(
-                [
-                    record + np.arange(end - first)
-                    for record, (first, end) in zip(put.records, some, strict=True)
-                ]
+        return [
+            _Outgoing(
+                job,
+                kept[first:end],
+                (found["namespace"][first].tobytes(), int(found["group"][first])),
+                Block(
+                    found["hash"][first].tobytes(),
+                    [Shard(copies[at], int(found["checksum"][at])) for at in range(first, end)],
+                ),
             )
-            slots = job.disk_slots[written]
-            self._locations.set(slots, KnownPack(shelf, put.name), where.astype(np.uint32))
-            self._image.commit(slots, job.clocks[written])
+            for first, end in blocks
+        ]
+
+    async def _put(self, shelf: Shelf, some: Sequence["_Outgoing"]) -> None:
+        """Makes one pack of these blocks."""
+        began_ns = time.monotonic_ns()
+        trouble = ""
+        try:
+            put = await shelf.put([outgoing.block for outgoing in some])
+        except StoreError as error:
+            trouble = str(error)
+        took_ns = time.monotonic_ns() - began_ns
+        for job in {id(outgoing.job): outgoing.job for outgoing in some}.values():
+            places = [place for place, outgoing in enumerate(some) if outgoing.job is job]
+            rows = np.concatenate([some[place].rows for place in places])
+            job.busy_ns += took_ns
+            if trouble:
+                job.fail(rows, trouble)
+                continue
+            where = [put.records[place] + np.arange(len(some[place].rows)) for place in places]
+            slots = job.disk_slots[rows]
+            pack = KnownPack(shelf, put.name)
+            self._locations.set(slots, pack, np.concatenate(where).astype(np.uint32))
+            self._image.commit(slots, job.clocks[rows])
+            job.moved_bytes += sum(some[place].block_bytes for place in places)
 
     def _copied(self, job: SlotJob, rows: Rows) -> list[memoryview]:
         """The bytes of the host's slots, one for each row."""
@@ -235,19 +283,18 @@ def _whole_blocks(found: Records) -> Iterator[tuple[int, int]]:
             first += 1
 
 
-def _by_space(
-    found: Records, blocks: Sequence[tuple[int, int]]
-) -> dict[tuple[bytes, int], list[tuple[int, int]]]:
-    by_space: dict[tuple[bytes, int], list[tuple[int, int]]] = {}
-    for first, end in blocks:
-        key = found["namespace"][first].tobytes(), int(found["group"][first])
-        by_space.setdefault(key, []).append((first, end))
-    return by_space
-
-
-def _block(found: Records, copies: Sequence[memoryview], first: int, end: int) -> Block:
-    shards = [Shard(copies[at], int(found["checksum"][at])) for at in range(first, end)]
-    return Block(found["hash"][first].tobytes(), shards)
+def _in_packs(blocks: Sequence[_Outgoing]) -> Iterator[list[_Outgoing]]:
+    """Cuts blocks into packs of at most PACK_BYTES, or one block if that is larger."""
+    some: list[_Outgoing] = []
+    size = 0
+    for outgoing in blocks:
+        if some and size + outgoing.block_bytes > PACK_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(outgoing)
+        size += outgoing.block_bytes
+    if some:
+        yield some
 
 
 @contextmanager
