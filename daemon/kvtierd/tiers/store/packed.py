@@ -116,6 +116,7 @@ class Shelf:
                 hashes = np.ascontiguousarray(placed["hash"][firsts])
                 self._known[name] = _made_s(name)
                 pack = Pack(self._namespace, self._group, packs.length_of(bytes(parts[0])), placed)
+                self._keep(name, pack)
                 return PackNews(name, hashes, np.array(firsts, np.uint32), pack)
         raise StoreError(StoreTrouble.OTHER, f"{self._prefix}: every name that was tried is taken")
 
@@ -182,12 +183,17 @@ class Shelf:
             if length > len(begin):
                 begin += (await self._store.read(path, len(begin), length - len(begin))).data
             pack = packs.read_head(begin[:length], self._namespace, self._group, piece.object_bytes)
-            self._heads[name] = pack
-            if len(self._heads) > HEADS_KEPT:
-                self._heads.popitem(last=False)
+            self._keep(name, pack)
         else:
             self._heads.move_to_end(name)
         return pack
+
+    def _keep(self, name: str, pack: Pack) -> None:
+        """Keeps a head, so that blocks of the pack are read by one call; the one that was used least recently
+        goes for it."""
+        self._heads[name] = pack
+        if len(self._heads) > HEADS_KEPT:
+            self._heads.popitem(last=False)
 
     # --- in ---
 
