@@ -33,7 +33,7 @@ BENCHMARKS = {
     "disk": "a disk's worker against fio, at the same record size and depth",
     "disk_encryption": "a disk's worker on an encrypted slab against a plain one",
     "disk_lookups": "lookups while a disk writes at full rate, against the same without a disk",
-    "store": "a store's worker against the store's own client: an S3 server on loopback, or a folder in memory",
+    "store": "a store's worker against the store's own client, on an S3 server or a folder in memory",
     "rpc": "lookups: in the index page, over gRPC unary and stream, and behind a large lookup",
     "connector": "what vLLM's scheduler waits for the connector, per step",
     "overhead": "a real vLLM that never hits: processor time of a step with kvtier, against without",
