@@ -144,8 +144,10 @@ def _index(source: Source) -> None:
         first, end = source.below(80), source.below(80)
         known = index.known_run(source.choice((0, 0, 1)), KEYS, first, end)
         assert known is None or 0 <= known <= max(0, min(end, len(KEYS)) - first)
-        some = index.knows_any(source.choice((0, 0, 1)), KEYS[min(first, end) : max(first, end)])
-        assert some in (None, True, False)
+        group, some = source.choice((0, 0, 1)), KEYS[min(first, end) : max(first, end)]
+        each = [index.known_run(group, [key], 0, 1) for key in some]
+        known_some = index.knows_any(group, some)
+        assert not each or known_some == (None if None in each else 1 in each)
     if not changed:
         assert index.known_run(0, KEYS, 0, len(KEYS)) == STORED, "blocks that are there are not found"
         assert index.knows_any(0, KEYS), "blocks that are there are not found"
