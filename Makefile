@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench bench-peers test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench bench-peers test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-remote test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -64,6 +64,9 @@ test-gpu: ## on a machine with an NVIDIA GPU, no network needed: build, check ev
 
 test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
 	@$(PY) -m tools.check vllm
+
+test-remote: ## hosts that share a store: a folder and a real S3 server, real engines, and everything that may fail there
+	@tools/setup.sh remote && $(PY) -m tools.check remote
 
 test-workload: setup ## more than 10,000 random requests on real engines in trouble, several models and seeds (12 minutes)
 	@$(PY) -m tools.check workload

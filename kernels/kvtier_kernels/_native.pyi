@@ -60,7 +60,8 @@ class IndexReader:
 
     def any(self, hashes: Sequence[bytes]) -> bool:
         """
-        Whether at least one of them is there. Raises ValueError for a hash of another length that comes before it.
+        Whether at least one of them is there. Raises ValueError for a hash of another length, unless one that is there
+        comes before.
         """
 
 class HoldCounts:

@@ -99,7 +99,8 @@ void register_index_page(nb::module_& module) {
              "length.")
         .def("any", &Reader::any, "hashes"_a,
              nb::sig("def any(self, hashes: collections.abc.Sequence[bytes]) -> bool"),
-             "Whether at least one of them is there. Raises ValueError for a hash of another length that comes before it.");
+             "Whether at least one of them is there. Raises ValueError for a hash of another length, unless one that is there\n"
+             "comes before.");
 }
 
 }  // namespace kvtier

@@ -51,7 +51,7 @@ def _check_holds(disk: Disk, dump: Dump) -> None:
     pinned = np.repeat(dump["entries"], dump["pins"])
     assert np.array_equal(read, pinned), f"jobs read {read.tolist()}, {pinned.tolist()} are pinned"
     assert len(np.unique(read)) == len(read), "a block is read twice at once"
-    written = np.sort(np.concatenate(by_kind[DiskJobKind.WRITE]))
+    written = np.sort(np.concatenate(by_kind[DiskJobKind.WRITE] + by_kind[DiskJobKind.ADOPT]))
     writing = dump["entries"][dump["states"] == WRITING]
     assert np.array_equal(written, writing), f"jobs write {written.tolist()}, {writing.tolist()} are WRITING"
 

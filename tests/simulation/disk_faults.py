@@ -82,7 +82,7 @@ def rots(world: World) -> None:
 
 def scrub(world: World) -> None:
     number = DiskId(world.random.randrange(3))
-    if number >= len(world.slabs):
+    if number >= len(world.slabs) or world.shared:
         world.refused(StartScrub(number), Reason.MODE_UNSUPPORTED)
         return
     disk = world.machine.core.disks.all[number]

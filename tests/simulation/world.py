@@ -36,6 +36,8 @@ from kvtierd.core.actions import (
     SessionEnded,
     TransferEnd,
     TransferEnded,
+    UnwatchSpace,
+    WatchSpace,
     WithdrawPage,
 )
 from kvtierd.core.blocks.slots import PoolGeometry
@@ -73,6 +75,7 @@ from tests.simulation.engine import (
 )
 from tests.simulation.page import FakePage
 from tests.simulation.pool import READY, WRITING, FakePool, Key, generation_of
+from tests.simulation.store import FakeStore, FakeStoreWorker
 from tests.simulation.worker import FakeWorker, Told
 
 GEOMETRY = PoolGeometry(extents=6, extent_bytes=1 << 15, first_extent_offset=2 << 20)
@@ -101,6 +104,8 @@ DISK_POLICY = CoreDisks(
     errors_max=3,
     probe_after_s=6.0,
 )
+SHARED_FRACTION = 0.25
+"""How many of the worlds have a store."""
 DEVICES = 2
 ENGINES = 3
 MISS, PENDING, HIT = 0, 1, 2
@@ -137,6 +142,10 @@ class World:
         self.machine: Machine
         geometry = PoolGeometry(self.random.choice((3, 8)), 1 << 15, 2 << 20)
         self.slabs = [FakeSlab(DiskId(disk), geometry) for disk in range(self.random.choice((0, 1, 1, 2)))]
+        self.shared = Random(-seed - 1).random() < SHARED_FRACTION
+        """Whether there is a store in place of disks."""
+        if self.shared:
+            self.slabs = [FakeStore(DiskId(0), geometry)]
         self._start()
 
     def _new_pool(self) -> FakePool:
@@ -146,13 +155,17 @@ class World:
         return pool
 
     def all_can_go(self) -> None:
-        """Nothing holds a block of any tier for ever, whatever was said of who follows whom."""
+        """Nothing holds a block of any tier for ever, whatever was said of who follows whom. Where some are
+        held for a time, those before them stay as well."""
         core = self.machine.core
         for blocks in (core.blocks, *(disk.blocks for disk in core.disks.all)):
             dump = blocks.table.dump()
             free = (dump["states"] == BlockState.READY) & (dump["pins"] == 0)
             for domain in blocks.domains.by_id:
-                there = int(np.count_nonzero(free & (dump["domains"] == domain)))
+                own = dump["domains"] == domain
+                if (dump["pins"][own] != 0).any():
+                    continue
+                there = int(np.count_nonzero(free & own))
                 found = len(blocks.table.victims(domain, there + 1))
                 assert found == there, "blocks that are free can never go"
 
@@ -179,6 +192,7 @@ class World:
                 for slab in self.slabs
             ],
             disk_policy=replace(DISK_POLICY, mode=self.random.choice(list(WriteMode))),
+            shared=self.shared,
             randomness=np.random.default_rng(self.random.getrandbits(32)),
             policy=PoolPolicy.REUSE if self.ranks else PoolPolicy.LRU,
         )
@@ -306,7 +320,11 @@ class World:
     def start_disk(self, disk: DiskId) -> None:
         """A worker of a disk comes up; the first of a boot has what it holds scanned."""
         slab = self.slabs[disk]
-        worker = FakeDiskWorker(WorkerId(next(self.worker_ids)), slab, self.pool)
+        name = WorkerId(next(self.worker_ids))
+        if isinstance(slab, FakeStore):
+            worker: FakeDiskWorker = FakeStoreWorker(name, slab, self.pool)
+        else:
+            worker = FakeDiskWorker(name, slab, self.pool)
         self.disk_workers[disk] = worker
         first = disk not in self.recovered_disks
         found = slab.recover(self.random) if first else None
@@ -335,6 +353,11 @@ class World:
 
     def deliver_disk(self, worker: FakeDiskWorker) -> None:
         """The front reads what a disk's worker has said; of a lost one, nothing counts any more."""
+        if isinstance(worker, FakeStoreWorker) and worker.found:
+            found = worker.found.pop(0)
+            if not worker.lost:
+                self.faults["a pack is found", "and told of"] += 1
+                self.do(found)
         if not worker.outbox:
             return
         message = worker.outbox.popleft()
@@ -401,6 +424,10 @@ class World:
                 self.pool.commit(action)
             case PostDiskJob():
                 self._post_disk_job(action)
+            case WatchSpace() | UnwatchSpace():
+                store_worker = self.disk_worker(action.worker)
+                assert isinstance(store_worker, FakeStoreWorker)
+                store_worker.watch(action)
             case FreeSlots(disk=disk) | QuarantineSlots(disk=disk) if disk is not None:
                 slab = self.slabs[disk]
                 if isinstance(action, FreeSlots):

@@ -50,11 +50,21 @@ class Controls:
         self._config = config
         self._log = log
         self._warned: set[str] = set()
+        self._usual: Control | None = None
+        """What holds for requests that wish for nothing, if that does not depend on their prompts."""
 
     def of(self, request: Any) -> Control:
         """Returns what holds for a request of vLLM. Unknown names and unusable values are ignored, with one
         warning for each kind of mistake."""
         wishes = self._wishes(getattr(request, "kv_transfer_params", None))
+        config = self._config
+        if not wishes and config.store_tokens != "prompt":
+            if self._usual is None:
+                self._usual = self._made(request, wishes)
+            return self._usual
+        return self._made(request, wishes)
+
+    def _made(self, request: Any, wishes: Mapping[str, Any]) -> Control:
         config = self._config
         store_end = _least(config.max_store_tokens or None, wishes.get("max_store_tokens"))
         if "prompt" in (config.store_tokens, wishes.get("store_tokens")):

@@ -39,10 +39,10 @@ class KnownBlocks:
         plain = kept is PLAIN or kept == PLAIN
         for block_hash in hashes:
             self._put(block_hash, until_s)
-            if plain:
-                self._lesser.pop(block_hash, None)
-            else:
+            if not plain:
                 self._lesser[block_hash] = kept
+            elif self._lesser:
+                self._lesser.pop(block_hash, None)
         self._bound()
 
     def seen(self, hashes: Sequence[bytes]) -> None:
@@ -65,8 +65,9 @@ class KnownBlocks:
         self._lesser.clear()
 
     def _put(self, block_hash: bytes, until_s: float) -> None:
+        if block_hash in self._until_s:
+            self._until_s.move_to_end(block_hash)
         self._until_s[block_hash] = until_s
-        self._until_s.move_to_end(block_hash)
 
     def _bound(self) -> None:
         while len(self._until_s) > self._most:

@@ -27,7 +27,7 @@ class Kept:
     @property
     def retention(self) -> Retention | None:
         """The retention to submit a store with; None if there is nothing special to ask for."""
-        if self == PLAIN:
+        if self is PLAIN or self == PLAIN:
             return None
         return Retention(ttl_s=self.ttl_s if self.ttl_s < math.inf else 0.0, host_only=True)
 

@@ -163,7 +163,7 @@ class Storer:
         self._numbers = itertools.count(1)
         self._stores: dict[int, _Store] = {}
         """Stores by numbers of our own, because tickets begin anew with each client."""
-        self.planned: dict[tuple[int, Kept, AdapterId | None], list[_Share]] = {}
+        self.planned: dict[tuple[int, bool, float, AdapterId | None], list[_Share]] = {}
         """What the next `submit` is to store, by group, how it is kept, and its adapter."""
         self._planned_hashes: set[tuple[int, bytes]] = set()
         self._planned_blocks = 0
@@ -218,9 +218,7 @@ class Storer:
             return
         first = request.next_block[group]
         end = min(len(block_ids), first + self._most(client))
-        known = self.known[group]
-        end = self._forget_gone(client, group, hashes, first, end, request.kept)
-        indexes = [index for index in range(first, end) if not known.covers(hashes[index], request.kept)]
+        end, indexes = self._new(client, group, hashes, first, end, request.kept)
         if self._groups.shapes[group].window_blocks:
             indexes = [index for index in indexes if block_ids[index]]
         if self._sightings is not None:
@@ -279,7 +277,9 @@ class Storer:
         chains = _chains(indexes, prompt)
         share = _Share(name, request, request, hashes, indexes, sources, chains)
         adapter = adapter_of(request.request)
-        self.planned.setdefault((group, request.kept, adapter), []).append(share)
+        kept = request.kept
+        # Of plain values, because these are hashed without calls of Python.
+        self.planned.setdefault((group, kept.on_disks, kept.ttl_s, adapter), []).append(share)
 
     def submit(self, client: Client, step: int) -> list[StoreOrder]:
         """Submits what was planned: blocks that are full, and computed when the store doorbell says `step`.
@@ -288,7 +288,8 @@ class Storer:
         self._planned_hashes.clear()
         self._planned_blocks = 0
         orders = []
-        for (group, kept, adapter), shares in planned.items():
+        for (group, _, _, adapter), shares in planned.items():
+            kept = shares[0].request.kept
             for some in _in_pieces(shares, self._most(client)):
                 order = self._submit(client, group, kept, adapter, some, step)
                 if order is not None:
@@ -443,27 +444,31 @@ class Storer:
         self._pending.clear()
         self._pause_s, self._paused_until_s = PAUSE_MIN_S, 0.0
 
-    def _forget_gone(
+    def _new(
         self, client: Client, group: int, hashes: Sequence[bytes], first: int, end: int, kept: Kept
-    ) -> int:
-        """Forgets the blocks from `first` on that, by its index page, the daemon has evicted since they were
-        known to be there. Returns up to where it has looked: `end`, or before."""
+    ) -> tuple[int, list[int]]:
+        """Returns up to where it has looked, `end` or before, and which blocks from `first` on are to be
+        stored: those that are not known to be kept like this, or, by the daemon's index page, were evicted
+        since."""
         known, gone, index = self.known[group], 0, first
+        new: list[int] = []
         while index < end:
             if not known.covers(hashes[index], kept):
+                new.append(index)
                 index += 1
                 continue
             if gone == GONE_MAX:
-                return index
+                return index, new
             run = client.known_run(hashes, index, end, group=group, counted=False)
-            if run is None:
-                return end
-            index += run
+            there = end if run is None else index + run
+            new += [each for each in range(index + 1, there) if not known.covers(hashes[each], kept)]
+            index = there
             if index < end:
                 known.forget(hashes[index])
                 gone += 1
+                new.append(index)
                 index += 1
-        return end
+        return end, new
 
     def _sight(
         self, sightings: Sightings, request: StoreState, group: int, hashes: Sequence[bytes], end: int
@@ -515,6 +520,14 @@ class Storer:
                     del self._readers[block]
 
     def _account(self, store: _Store, outcome: Outcome) -> None:
+        blocks = len(store.sources)
+        made = any(share.origin.made is not None for share in store.shares)
+        if outcome.done and outcome.succeeded.count(1) == blocks and not made and self._events is None:
+            # The usual case, in which nobody needs to know which block belongs to whom.
+            self.known[store.group].add([one for share in store.shares for one in share.hashes], store.kept)
+            self.counters.blocks += blocks
+            self._pause_s = PAUSE_MIN_S
+            return
         results = store.transfer.results
         if results is None or len(results) != len(store.sources):
             self._refused(store)
@@ -587,6 +600,9 @@ def _judged(results: Sequence[StoreResult], succeeded: bytes) -> tuple[list[int]
 def _chains(indexes: Sequence[int], prompt: Sequence[bytes]) -> list[Chain]:
     """Returns how blocks of a request belong together: one chain for each run of indexes without a gap, after
     the block of the prompt that comes before it."""
+    if len(indexes) == 1:  # a request that decodes fills one block at a time
+        first = indexes[0]
+        return [Chain(1, prompt[first - 1] if 0 < first <= len(prompt) else b"")]
     chains = []
     start = 0
     for place in range(1, len(indexes) + 1):

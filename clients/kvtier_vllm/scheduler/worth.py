@@ -35,6 +35,8 @@ class Worth:
         self._tokens_per_s = tokens_per_s
         self._clock = clock
         self._steps: deque[float] = deque(maxlen=STEPS_MAX)
+        self._usual_s: float | None = None
+        """Their median; None if it was not asked for since the last of them."""
         self._began_s: float | None = None
         """When the last step was scheduled; None if it computed nothing."""
         self._loads: deque[tuple[float, int, float]] = deque(maxlen=LOADS_MAX)
@@ -45,6 +47,7 @@ class Worth:
         now_s = self._clock()
         if self._began_s is not None:
             self._steps.append(now_s - self._began_s)
+            self._usual_s = None
         self._began_s = now_s if computes else None
 
     def loaded(self, tokens: int, seconds: float) -> None:
@@ -61,7 +64,9 @@ class Worth:
     @property
     def step_s(self) -> float:
         """The usual seconds of a step that computes something, of late; 0 if that is not known."""
-        return statistics.median(self._steps) if self._steps else 0.0
+        if self._usual_s is None:
+            self._usual_s = statistics.median(self._steps) if self._steps else 0.0
+        return self._usual_s
 
     def least_tokens(self) -> int:
         """Returns the fewest tokens that are worth loading: fewer are computed sooner, beside requests that
@@ -70,6 +75,8 @@ class Worth:
         A load is taken to last at least one step, and no longer than the quickest of those that were as large
         or larger. If it is larger than all of them, it is worth a try.
         """
+        if len(self._loads) < LOADS_MIN:
+            return 1
         token_s, step_s = self.token_s, self.step_s
         oldest_s = self._clock() - LOAD_AGE_MAX_S
         loads = sorted((tokens, seconds) for ended_s, tokens, seconds in self._loads if ended_s > oldest_s)

@@ -90,7 +90,7 @@ class Clearing:
             for wait in late:
                 wait.cancel()
         settled = {disk for disk, wait in waits.items() if wait not in late}
-        return tuple(str(disk.path) for disk in self._disks if disk not in settled)
+        return tuple(disk.place for disk in self._disks if disk not in settled)
 
 
 class _Disk:
@@ -123,7 +123,7 @@ class _Disk:
             why = await self._workers.orders.persist_all(self._disk.device)
             if why:  # a worker that is lost has a successor
                 if not warned:
-                    log.warning("a disk cannot keep yet what was cleared", path=str(self._disk.path), why=why)
+                    log.warning("a disk cannot keep yet what was cleared", path=self._disk.place, why=why)
                 warned = True
                 await asyncio.sleep(RETRY_S)
                 continue

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.ids import DiskId, TenantTag, WorkerId
@@ -38,8 +37,8 @@ class DiskFile:
     """One disk of the disk tier. Only `DiskFiles` changes it."""
 
     number: DiskId
-    path: Path
-    """The directory."""
+    place: str
+    """The directory, or the URL of a store."""
     image: DiskImage
     encrypted: bool = False
     writable: frozenset[TenantTag] | None = None
@@ -133,9 +132,7 @@ class DiskFiles:
             found = await asyncio.to_thread(disk.image.recover, self._boot_nonce)
         except Exception as error:
             # Whatever is in the file, the loss must not go beyond this disk.
-            log.error(
-                "a disk's records cannot be read", path=str(disk.path), error=repr(error), exc_info=error
-            )
+            log.error("a disk's records cannot be read", path=disk.place, error=repr(error), exc_info=error)
             disk.held = None
             self._workers.lives.reject(disk.device, f"its records cannot be read: {error}")
             return
@@ -150,7 +147,7 @@ class DiskFiles:
             self._tell(disk, stimulus)
         log.info(
             "disk starts cold" if cold_reason else "disk starts warm",
-            path=str(disk.path),
+            path=disk.place,
             why=cold_reason,
             blocks=found.blocks,
             bytes=found.data_bytes,

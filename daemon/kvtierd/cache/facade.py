@@ -183,6 +183,8 @@ class Cache:
                 on_disk = self._records(action.disk).generations(action.disk_slots)
                 on_host = self._pool.records.generations(action.host_slots)
                 self._workers.orders.post_disk_job(action, on_disk, on_host)
+            case actions.WatchSpace() | actions.UnwatchSpace():
+                self._workers.orders.watch_space(action)
             case actions.CheckSlots():
                 self._workers.orders.check_slots(action, self._pool.records.generations(action.slots))
             case actions.Notify():
@@ -349,7 +351,7 @@ class Cache:
         for disk, status in zip(self.disks, self._machine.status().disks, strict=True):
             if status.state == "live" and not status.scrubbing:
                 self.handle(stimuli.StartScrub(disk.number))
-                begun.append(str(disk.path))
+                begun.append(disk.place)
         return begun
 
     async def clear(self, namespace: str, timeout_s: float) -> Cleared:

@@ -115,7 +115,7 @@ class DiskSnapshot:
         # The core knows nothing about a disk that was never live.
         state = "off" if core.state == "starting" and device.why else core.state
         return cls(
-            path=str(disk.path),
+            path=disk.place,
             capacity_bytes=disk.image.geometry.capacity_bytes,
             state=state,
             why="" if state == "live" else device.why or core.why,

@@ -28,6 +28,7 @@ from kvtierd.config.people import (
 from kvtierd.config.reading import CONFIG_VARIABLE, Reading
 from kvtierd.config.remote import RemoteConfig, check_remote
 from kvtierd.config.settings import ConfigError, Given
+from kvtierd.config.store import StoreConfig, check_store
 from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, PoolPolicy, Verify
 from kvtierd.workers.lane_chunks import LaneChunks, Pacing
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
@@ -344,6 +345,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -401,7 +403,9 @@ def load(
     config = Config(**reading.build())
     _check(config, reading.refuse)
     check_remote(config.remote, reading.refuse)
-    check_disks(config.disk, reading.refuse, wanted=bool(config.disk.paths) or reading.broken("disk.paths"))
+    has_disks = bool(config.disk.paths) or reading.broken("disk.paths")
+    check_disks(config.disk, reading.refuse, wanted=has_disks)
+    check_store(config.store, reading.refuse, has_disks=has_disks)
     reading.raise_errors()
     return Loaded(config, reading.given, file)
 

@@ -21,6 +21,11 @@ LIVE = (
     "disk.errors_max",
     "disk.probe_after_s",
     "disk.recompute_if_faster",
+    "store.write_mode",
+    "store.write_bytes_per_s",
+    "store.errors_max",
+    "store.probe_after_s",
+    "store.recompute_if_faster",
     "log.level",
 )
 """The settings that can change while the daemon runs. All others are told to clients or workers when they

@@ -1,6 +1,6 @@
 """What the core asks the front to do, in this order and before the next stimulus, and what it replies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -105,6 +105,8 @@ class DiskJobKind(Enum):
     """Copy from the disk into WRITING host slots, and compare with key and checksum on the way."""
     CHECK = 3
     """Only read, and compare with the checksums."""
+    ADOPT = 4
+    """Only of a store: have slots stand for blocks of a pack that its worker has found there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +122,34 @@ class PostDiskJob:
     disk_slots: ids.Slots
     """Shape (n,): shards of whole blocks, block after block in rank order."""
     host_slots: ids.Slots
-    """The host's slots, parallel to `disk_slots`; empty for CHECK."""
+    """The host's slots, parallel to `disk_slots`; empty for CHECK and ADOPT."""
     clocks: npt.NDArray[np.uint64]
-    """For a WRITE, the recency that each record gets, parallel to `disk_slots`; else empty."""
+    """For WRITE and ADOPT, the recency that each record gets, parallel to `disk_slots`; else empty."""
+    pack: int = 0
+    """ADOPT: the pack, by its number in `PackFound`."""
+    positions: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    """ADOPT: the position in the pack of the block that each slot is to stand for, parallel to `disk_slots`;
+    else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSpace:
+    """Have a store's worker look for packs with blocks of a space whose shards have these sizes. `PackFound`
+    follows for each, until `UnwatchSpace` or the worker's end."""
+
+    worker: ids.WorkerId
+    space: ids.SpaceId
+    namespace: ids.NamespaceDigest
+    group: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnwatchSpace:
+    """Have a store's worker look no further for packs of a space. Some may still be told of."""
+
+    worker: ids.WorkerId
+    space: ids.SpaceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +236,8 @@ Action = (
     | CheckSlots
     | PostPart
     | PostDiskJob
+    | WatchSpace
+    | UnwatchSpace
     | RevokePart
     | ReleaseSession
     | WithdrawPage

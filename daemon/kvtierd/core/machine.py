@@ -56,6 +56,7 @@ class Machine:
         integrity: stimuli.CoreIntegrity | None = None,
         disks: Sequence[tuple[BlockTable, PoolGeometry]] = (),
         disk_policy: stimuli.CoreDisks | None = None,
+        shared: bool = False,
         randomness: np.random.Generator | None = None,
         shares: Mapping[str, TenantShare] | None = None,
         policy: stimuli.PoolPolicy | None = None,
@@ -69,7 +70,8 @@ class Machine:
         anything.
 
         `disks` has, for each disk in the order of their ids, an empty table of its own and the geometry of
-        its slab file. No disk is used before its `DiskRecovered`. `randomness` chooses what is sampled.
+        its slab file. No disk is used before its `DiskRecovered`. With `shared` there is one, and it is a
+        store that other hosts use as well. `randomness` chooses what is sampled.
         `shares` has what is configured for tenants, by name. `policy` says which blocks of the host go first;
         None: as the table does it.
         """
@@ -80,6 +82,7 @@ class Machine:
             limits,
             disk_policy=disk_policy or stimuli.CoreDisks(),
             disk_shelves=disks,
+            shared=shared,
             tenants=Tenants(shares or {}),
             epoch_ids=itertools.count(first_epoch),
         )
@@ -120,6 +123,7 @@ class Machine:
             stimuli.PartFinished: self._fencing.part_finished,
             stimuli.SlotsChecked: self._sampler.checked,
             stimuli.DiskJobFinished: self._disk_job_finished,
+            stimuli.PackFound: of_disks.pack_found,
             stimuli.StartScrub: of_disks.start_scrub,
             stimuli.ClearBlocks: self._clearing.clear,
             stimuli.SessionReleased: self._instances.session_released,
@@ -172,8 +176,8 @@ class Machine:
     # --- disks ---
 
     def _disk_job_finished(self, stimulus: stimuli.DiskJobFinished) -> None:
-        self._of_disks.job_finished(stimulus)
-        self.lookups.ahead.go_on()
+        if self._of_disks.job_finished(stimulus):
+            self.lookups.ahead.go_on()
 
     # --- time ---
 

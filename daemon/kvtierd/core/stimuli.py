@@ -355,6 +355,20 @@ class DiskJobFinished(Stimulus):
     """Bytes that were read or written."""
     busy_s: float = 0.0
     """How long the device took for it, whether alone or beside other jobs."""
+    gone: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    """Positions of a READ or CHECK that a store does not have any more; they are not in `failed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackFound(Stimulus):
+    """A store's worker has found a pack with blocks of a space that it was told to watch. A job of kind ADOPT
+    answers, with any of them or none."""
+
+    worker: ids.WorkerId
+    pack: int
+    space: ids.SpaceId
+    hashes: ids.Hashes
+    """Its blocks, in the order of their prompts."""
 
 
 @dataclass(frozen=True, slots=True)

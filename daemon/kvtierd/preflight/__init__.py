@@ -22,6 +22,7 @@ from kvtierd.preflight.host import (
 from kvtierd.preflight.listening import check_ports, check_sockets, daemon_at
 from kvtierd.preflight.pool import check_pool
 from kvtierd.preflight.remote import check_remote
+from kvtierd.preflight.store import check_store
 
 __all__ = ["OF_DOCTOR", "Finding", "NotReadyError", "Verdict", "examine", "require"]
 
@@ -33,6 +34,7 @@ CHECKS: Sequence[Check] = (
     check_pool,
     check_disks,
     check_keys,
+    check_store,
     check_ports,
     check_remote,
     check_limits,

@@ -29,7 +29,7 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PAGE_BYTES, DiskId, TenantTag
 from kvtierd.core.machine import Machine
-from kvtierd.core.stimuli import PoolPolicy, Reconfigure
+from kvtierd.core.stimuli import CoreDisks, PoolPolicy, Reconfigure
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
@@ -49,7 +49,7 @@ from kvtierd.tiers.disk.image import DiskImage, disk_geometry
 from kvtierd.tiers.disk.keys import FIELD as KEYS_FIELD
 from kvtierd.tiers.disk.keys import KeyTroubleError, read_keys
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
-from kvtierd.workers.supervisor.kinds import DiskOptions
+from kvtierd.workers.supervisor.kinds import BelowOptions, DiskOptions, StoreOptions
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 
 EXIT_INTERNAL = 70
@@ -90,7 +90,7 @@ def run(loaded: Loaded, read_again: Callable[[], Config]) -> int:
         pool = open_pool(config, notifier, stop.check)
         stack.callback(pool.close)
         disks = []
-        for disk in open_disks(config):
+        for disk in (*open_disks(config), *open_store(config)):
             stack.callback(disk.image.close)
             disks.append(disk)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -177,7 +177,20 @@ def open_disks(config: Config) -> Iterator[DiskFile]:
             image = DiskImage(disk_geometry(config.disk.size, config.disk.extent_size))
         except ValueError as error:
             raise ConfigError("disk.size", human_size(config.disk.size), str(error)) from error
-        yield DiskFile(DiskId(number), path, image, encrypted, writable)
+        yield DiskFile(DiskId(number), str(path), image, encrypted, writable)
+
+
+def open_store(config: Config) -> Iterator[DiskFile]:
+    """The store, if there is one, with an empty image: it takes the place of a disk. Raises ConfigError."""
+    if config.store.url:
+        yield DiskFile(DiskId(0), config.store.url, DiskImage(disk_geometry(config.store.size)))
+
+
+def policy_below(config: Config) -> CoreDisks:
+    """The policy of what is below the host."""
+    if config.store.url:
+        return config.store.to_core()
+    return replace(config.disk.to_core(), tenants=writable_tenants(config) if config.disk.paths else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +302,8 @@ class _Daemon:
                 (_block_table(disk.image.geometry, disk.image.bytes), disk.image.geometry)
                 for disk in self._disks
             ],
-            disk_policy=replace(
-                config.disk.to_core(), tenants=self._disks[0].writable if self._disks else None
-            ),
+            disk_policy=policy_below(config),
+            shared=bool(config.store.url),
             shares={each.tenant: each.share for each in config.server.tenant_shares},
             policy=PoolPolicy(config.pool.policy),
         )
@@ -374,7 +386,7 @@ class _Daemon:
             register_writer=self._pool.register_writer,
             events=events,
             reserve=RESERVE,
-            disks=[self._disk_options(disk) for disk in self._disks],
+            disks=[self._below(disk) for disk in self._disks],
             limits=SupervisorLimits(
                 copy_deadline_s=config.workers.copy_deadline_s, gpu_idle_s=config.workers.gpu_idle_s
             ),
@@ -387,11 +399,25 @@ class _Daemon:
             ),
         )
 
-    def _disk_options(self, disk: DiskFile) -> DiskOptions:
-        config, image = self._config.disk, disk.image
+    def _below(self, disk: DiskFile) -> BelowOptions:
+        """What the worker of a disk, or of the store, is told."""
+        config, store, image = self._config.disk, self._config.store, disk.image
+        if store.url:
+            return StoreOptions(
+                url=store.url,
+                prefix="",
+                options=dict(store.options),
+                host=f"{self._pool.boot_nonce & 0xFFFF_FFFF:08x}",
+                image_bytes=image.bytes,
+                extent_bytes=image.geometry.extent_bytes,
+                image_fd=image.fd,
+                call_deadline_s=store.deadline_s,
+                look_every_s=store.look_every_s,
+                deadline_s=config.deadline_s,
+            )
         return DiskOptions(
             number=disk.number,
-            path=disk.path,
+            path=config.paths[disk.number],
             size_bytes=image.bytes,
             extent_bytes=image.geometry.extent_bytes,
             image_fd=image.fd,
@@ -450,7 +476,7 @@ class _Daemon:
                 policy = PoolPolicy(config.pool.policy)
                 self._learnt.save(cache)  # another policy forgets it
                 ranked = cache.ranks
-                cache.handle(Reconfigure(rate, config.disk.to_core(), policy))
+                cache.handle(Reconfigure(rate, policy_below(config), policy))
                 if not ranked:
                     self._learnt.restore(cache)
                 connections.silence_s = config.server.session_silence_s

@@ -77,6 +77,8 @@ class _DiskJobKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     DISK_WRITE: _DiskJobKind.ValueType  # 1
     DISK_READ: _DiskJobKind.ValueType  # 2
     DISK_CHECK: _DiskJobKind.ValueType  # 3
+    DISK_ADOPT: _DiskJobKind.ValueType  # 4
+    """Only of a store: slots are to stand for blocks of a pack that its worker has found."""
 
 class DiskJobKind(_DiskJobKind, metaclass=_DiskJobKindEnumTypeWrapper): ...
 
@@ -84,6 +86,8 @@ DISK_JOB_KIND_UNSPECIFIED: DiskJobKind.ValueType  # 0
 DISK_WRITE: DiskJobKind.ValueType  # 1
 DISK_READ: DiskJobKind.ValueType  # 2
 DISK_CHECK: DiskJobKind.ValueType  # 3
+DISK_ADOPT: DiskJobKind.ValueType  # 4
+"""Only of a store: slots are to stand for blocks of a pack that its worker has found."""
 global___DiskJobKind = DiskJobKind
 
 @typing.final
@@ -101,6 +105,8 @@ class ToWorker(google.protobuf.message.Message):
     DISK_JOB_FIELD_NUMBER: builtins.int
     PERSIST_RECORDS_FIELD_NUMBER: builtins.int
     PERSIST_ALL_FIELD_NUMBER: builtins.int
+    WATCH_SPACE_FIELD_NUMBER: builtins.int
+    UNWATCH_SPACE_FIELD_NUMBER: builtins.int
     @property
     def map_words(self) -> global___MapWords:
         """one descriptor"""
@@ -131,6 +137,12 @@ class ToWorker(google.protobuf.message.Message):
     def persist_records(self) -> global___PersistRecords: ...
     @property
     def persist_all(self) -> global___PersistAll: ...
+    @property
+    def watch_space(self) -> global___WatchSpace:
+        """The rest is for a store's worker only, which takes a disk's messages as well."""
+
+    @property
+    def unwatch_space(self) -> global___UnwatchSpace: ...
     def __init__(
         self,
         *,
@@ -145,10 +157,12 @@ class ToWorker(google.protobuf.message.Message):
         disk_job: global___DiskJob | None = ...,
         persist_records: global___PersistRecords | None = ...,
         persist_all: global___PersistAll | None = ...,
+        watch_space: global___WatchSpace | None = ...,
+        unwatch_space: global___UnwatchSpace | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "disk_job", b"disk_job", "map_memory", b"map_memory", "map_words", b"map_words", "persist_all", b"persist_all", "persist_records", b"persist_records", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "disk_job", b"disk_job", "map_memory", b"map_memory", "map_words", b"map_words", "persist_all", b"persist_all", "persist_records", b"persist_records", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["map_words", "map_memory", "add_chunks", "post_part", "revoke_part", "release_session", "stop", "check_slots", "disk_job", "persist_records", "persist_all"] | None: ...
+    def HasField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "disk_job", b"disk_job", "map_memory", b"map_memory", "map_words", b"map_words", "persist_all", b"persist_all", "persist_records", b"persist_records", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop", "unwatch_space", b"unwatch_space", "watch_space", b"watch_space"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["add_chunks", b"add_chunks", "body", b"body", "check_slots", b"check_slots", "disk_job", b"disk_job", "map_memory", b"map_memory", "map_words", b"map_words", "persist_all", b"persist_all", "persist_records", b"persist_records", "post_part", b"post_part", "release_session", b"release_session", "revoke_part", b"revoke_part", "stop", b"stop", "unwatch_space", b"unwatch_space", "watch_space", b"watch_space"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["map_words", "map_memory", "add_chunks", "post_part", "revoke_part", "release_session", "stop", "check_slots", "disk_job", "persist_records", "persist_all", "watch_space", "unwatch_space"] | None: ...
 
 global___ToWorker = ToWorker
 
@@ -165,6 +179,7 @@ class ToFront(google.protobuf.message.Message):
     SLOTS_CHECKED_FIELD_NUMBER: builtins.int
     DISK_JOB_FINISHED_FIELD_NUMBER: builtins.int
     RECORDS_PERSISTED_FIELD_NUMBER: builtins.int
+    PACK_FOUND_FIELD_NUMBER: builtins.int
     @property
     def ready(self) -> global___Ready: ...
     @property
@@ -183,6 +198,8 @@ class ToFront(google.protobuf.message.Message):
     def disk_job_finished(self) -> global___DiskJobFinished: ...
     @property
     def records_persisted(self) -> global___RecordsPersisted: ...
+    @property
+    def pack_found(self) -> global___PackFound: ...
     def __init__(
         self,
         *,
@@ -195,10 +212,11 @@ class ToFront(google.protobuf.message.Message):
         slots_checked: global___SlotsChecked | None = ...,
         disk_job_finished: global___DiskJobFinished | None = ...,
         records_persisted: global___RecordsPersisted | None = ...,
+        pack_found: global___PackFound | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "disk_job_finished", b"disk_job_finished", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "records_persisted", b"records_persisted", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "disk_job_finished", b"disk_job_finished", "map_refused", b"map_refused", "mapped", b"mapped", "part_finished", b"part_finished", "ready", b"ready", "records_persisted", b"records_persisted", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["ready", "mapped", "map_refused", "part_finished", "session_released", "unusable", "slots_checked", "disk_job_finished", "records_persisted"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "disk_job_finished", b"disk_job_finished", "map_refused", b"map_refused", "mapped", b"mapped", "pack_found", b"pack_found", "part_finished", b"part_finished", "ready", b"ready", "records_persisted", b"records_persisted", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "disk_job_finished", b"disk_job_finished", "map_refused", b"map_refused", "mapped", b"mapped", "pack_found", b"pack_found", "part_finished", b"part_finished", "ready", b"ready", "records_persisted", b"records_persisted", "session_released", b"session_released", "slots_checked", b"slots_checked", "unusable", b"unusable"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["ready", "mapped", "map_refused", "part_finished", "session_released", "unusable", "slots_checked", "disk_job_finished", "records_persisted", "pack_found"] | None: ...
 
 global___ToFront = ToFront
 
@@ -665,7 +683,7 @@ global___PartFinished = PartFinished
 @typing.final
 class DiskJob(google.protobuf.message.Message):
     """A batch of slots, on a disk and in the pool. The arrays are little endian and parallel. Those of the pool are empty
-    for DISK_CHECK, and clocks are empty for all but DISK_WRITE.
+    for DISK_CHECK and DISK_ADOPT, and clocks are empty for DISK_READ and DISK_CHECK.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -677,6 +695,8 @@ class DiskJob(google.protobuf.message.Message):
     HOST_SLOTS_FIELD_NUMBER: builtins.int
     HOST_GENERATIONS_FIELD_NUMBER: builtins.int
     CLOCKS_FIELD_NUMBER: builtins.int
+    PACK_FIELD_NUMBER: builtins.int
+    POSITIONS_FIELD_NUMBER: builtins.int
     job: builtins.int
     kind: global___DiskJobKind.ValueType
     disk_slots: builtins.bytes
@@ -689,6 +709,10 @@ class DiskJob(google.protobuf.message.Message):
     """u64"""
     clocks: builtins.bytes
     """u64"""
+    pack: builtins.int
+    """DISK_ADOPT: the number that PackFound gave the pack, and for each slot the position of its block there."""
+    positions: builtins.bytes
+    """u32"""
     def __init__(
         self,
         *,
@@ -699,8 +723,10 @@ class DiskJob(google.protobuf.message.Message):
         host_slots: builtins.bytes = ...,
         host_generations: builtins.bytes = ...,
         clocks: builtins.bytes = ...,
+        pack: builtins.int = ...,
+        positions: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "disk_generations", b"disk_generations", "disk_slots", b"disk_slots", "host_generations", b"host_generations", "host_slots", b"host_slots", "job", b"job", "kind", b"kind"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "disk_generations", b"disk_generations", "disk_slots", b"disk_slots", "host_generations", b"host_generations", "host_slots", b"host_slots", "job", b"job", "kind", b"kind", "pack", b"pack", "positions", b"positions"]) -> None: ...
 
 global___DiskJob = DiskJob
 
@@ -714,6 +740,7 @@ class DiskJobFinished(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     BUSY_NS_FIELD_NUMBER: builtins.int
+    GONE_FIELD_NUMBER: builtins.int
     job: builtins.int
     failed: builtins.bytes
     """u32 positions"""
@@ -723,6 +750,8 @@ class DiskJobFinished(google.protobuf.message.Message):
     """Why the device failed, if it did."""
     bytes: builtins.int
     busy_ns: builtins.int
+    gone: builtins.bytes
+    """u32 positions, of what a store does not have any more; they are not in failed"""
     def __init__(
         self,
         *,
@@ -732,10 +761,79 @@ class DiskJobFinished(google.protobuf.message.Message):
         error: builtins.str = ...,
         bytes: builtins.int = ...,
         busy_ns: builtins.int = ...,
+        gone: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["busy_ns", b"busy_ns", "bytes", b"bytes", "corrupt", b"corrupt", "error", b"error", "failed", b"failed", "job", b"job"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_ns", b"busy_ns", "bytes", b"bytes", "corrupt", b"corrupt", "error", b"error", "failed", b"failed", "gone", b"gone", "job", b"job"]) -> None: ...
 
 global___DiskJobFinished = DiskJobFinished
+
+@typing.final
+class WatchSpace(google.protobuf.message.Message):
+    """From now on tell of packs with blocks of this space: one group of a namespace."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    SIZES_FIELD_NUMBER: builtins.int
+    space: builtins.int
+    namespace: builtins.bytes
+    group: builtins.int
+    sizes: builtins.bytes
+    """u64: the bytes of each shard, by rank"""
+    def __init__(
+        self,
+        *,
+        space: builtins.int = ...,
+        namespace: builtins.bytes = ...,
+        group: builtins.int = ...,
+        sizes: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "namespace", b"namespace", "sizes", b"sizes", "space", b"space"]) -> None: ...
+
+global___WatchSpace = WatchSpace
+
+@typing.final
+class UnwatchSpace(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPACE_FIELD_NUMBER: builtins.int
+    space: builtins.int
+    def __init__(
+        self,
+        *,
+        space: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["space", b"space"]) -> None: ...
+
+global___UnwatchSpace = UnwatchSpace
+
+@typing.final
+class PackFound(google.protobuf.message.Message):
+    """A pack that was not told of before, with blocks of a watched space that fit its sizes. A DiskJob of kind DISK_ADOPT
+    answers, with any of its blocks or none.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PACK_FIELD_NUMBER: builtins.int
+    SPACE_FIELD_NUMBER: builtins.int
+    HASHES_FIELD_NUMBER: builtins.int
+    pack: builtins.int
+    space: builtins.int
+    hashes: builtins.bytes
+    """32 bytes each"""
+    def __init__(
+        self,
+        *,
+        pack: builtins.int = ...,
+        space: builtins.int = ...,
+        hashes: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hashes", b"hashes", "pack", b"pack", "space", b"space"]) -> None: ...
+
+global___PackFound = PackFound
 
 @typing.final
 class PersistRecords(google.protobuf.message.Message):

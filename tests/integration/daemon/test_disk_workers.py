@@ -31,7 +31,7 @@ class Host:
     def __init__(self, path: Path, deadline_s: float = 30.0) -> None:
         self.pool = HostPool.open(None, 4 << 20, 1 << 20, lock_timeout_s=1)
         self.image = DiskImage(disk_geometry(SIZE_BYTES, EXTENT_BYTES))
-        self.disk = DiskFile(DiskId(0), path, self.image)
+        self.disk = DiskFile(DiskId(0), str(path), self.image)
         self.heard: list[Stimulus] = []
         options = DiskOptions(
             number=0,

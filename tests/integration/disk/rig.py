@@ -99,8 +99,11 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         wrap: Sequence[str] = (),
         keys: Path | None = None,
+        module: str = "kvtierd.workers.disk",
+        own: Mapping[str, object] | None = None,
     ) -> None:
-        """`wrap`: words before its command line; they must become it by exec."""
+        """`wrap`: words before its command line; they must become it by exec. `own`: what another `module` is
+        told instead of what a disk's worker is told of its slab."""
         status_fd = create_status_fd()
         self.status = StatusPage(status_fd)
         ours, theirs = packet_socketpair()
@@ -111,15 +114,18 @@ class Worker:
             "--status-fd": status_fd,
             "--image-fd": image.fd,
             "--image-bytes": image.bytes,
-            "--path": folder,
-            "--size-bytes": size_bytes,
             "--extent-bytes": image.geometry.extent_bytes,
-            "--threads": threads,
-            "--queue-depth": queue_depth,
             "--operation-deadline-s": operation_deadline_s,
             "--log-level": "debug",
             "--log-format": "human",
         }
+        slab = {
+            "--path": folder,
+            "--size-bytes": size_bytes,
+            "--threads": threads,
+            "--queue-depth": queue_depth,
+        }
+        arguments |= slab if own is None else own
         if keys is not None:
             arguments["--encryption-keys"] = keys
         command = [
@@ -127,7 +133,7 @@ class Worker:
             sys.executable,
             "-P",
             "-m",
-            "kvtierd.workers.disk",
+            module,
             "--load" if load else "--keep",
         ]
         for name, value in arguments.items():

@@ -1,7 +1,6 @@
 """What the core decides about a disk is done in that disk's image, and in nothing else."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ class Front:
 
     def __init__(self) -> None:
         self.pool = HostPool.open(None, 4 << 20, 1 << 20, lock_timeout_s=1)
-        self.disks = [DiskFile(DiskId(number), Path(f"/{number}"), new_image()) for number in range(2)]
+        self.disks = [DiskFile(DiskId(number), f"/{number}", new_image()) for number in range(2)]
         workers = Supervisor(
             pool_fd=self.pool.fd,
             pool_bytes=self.pool.array.nbytes,

@@ -139,6 +139,7 @@ class Disk:
         *,
         failed: Sequence[int] = (),
         corrupt: Sequence[int] = (),
+        gone: Sequence[int] = (),
         error: str = "",
         **options: Any,
     ) -> None:
@@ -149,6 +150,7 @@ class Disk:
                 np.array(failed, np.uint32),
                 np.array(corrupt, np.uint32),
                 error,
+                gone=np.array(gone, np.uint32),
                 **options,
             )
         )

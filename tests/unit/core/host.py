@@ -107,6 +107,7 @@ class Host:
         integrity: CoreIntegrity | None = None,
         shares: Mapping[str, TenantShare] | None = None,
         populated: int | None = None,
+        shared: bool = False,
     ) -> None:
         """`table`: the class of the block table, or a table."""
         make = table if isinstance(table, type) else type(table)
@@ -123,6 +124,7 @@ class Host:
             integrity=integrity,
             shares=shares,
             populated=populated,
+            shared=shared,
         )
         self.actions: list[Action] = []
         """Of the last stimulus."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import numpy as np
+from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.disk.tier import DiskTier
+from kvtierd.core.ids import SpaceId
 from kvtierd.core.stimuli import WorkerExited, WorkerLost
 from kvtierd.core.tier import NoTier
 
 from tests.unit.core.disk import DiskHost
 from tests.unit.core.host import Host
 from tests.unit.core.remote_tier import RemoteHost, RemoteTier
+from tests.unit.core.store import StoreHost
 
 BLOCK_BYTES = 4096
 """Of the blocks that the contract stores."""
@@ -102,6 +106,41 @@ class TwoDisksBelow(DiskBelow):
     disks = 2
 
 
+class StoreBelow(TierKind):
+    """A store forgets where everything is when its worker ends, and the next one finds it again."""
+
+    tier = DiskTier
+    keeps = True
+    host: StoreHost
+
+    def __init__(self, table: Any, *, queue_blocks: int | None = None, **options: Any) -> None:
+        policy = {} if queue_blocks is None else {"read_queue_bytes": queue_blocks * BLOCK_BYTES}
+        self.host = StoreHost(table, policy=policy, **options)
+        self._put: dict[SpaceId, list[np.ndarray]] = {}
+
+    def arrive(self) -> None:
+        store = self.host.disk.core
+        for job in store.jobs.values():
+            if job.kind is DiskJobKind.WRITE:
+                table = store.blocks.table
+                [space] = set(table.spaces(job.entries).tolist())
+                self._put.setdefault(SpaceId(space), []).append(table.hashes(job.entries))
+        self.host.disk.finish_all()
+
+    def lose_workers(self) -> None:
+        self.host.disk.lose()
+
+    def exit_workers(self) -> None:
+        self.host.disk.exit()
+
+    def start_workers(self) -> None:
+        self.host.disk.live()
+        self.host.watched()
+        for space, packs in self._put.items():
+            for hashes in packs:
+                self.host.adopted(space, hashes)
+
+
 class RemoteBelow(TierKind):
     tier = RemoteTier
     keeps = True
@@ -127,5 +166,6 @@ KINDS: dict[str, type[TierKind]] = {
     "nothing": NothingBelow,
     "a disk": DiskBelow,
     "two disks": TwoDisksBelow,
+    "a store": StoreBelow,
     "another machine": RemoteBelow,
 }

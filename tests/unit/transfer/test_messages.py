@@ -3,15 +3,25 @@
 import numpy as np
 import pytest
 from kvtier_kernels import TICKET_MAX, SharedWords
-from kvtierd.core.actions import CheckSlots, Direction, DiskJobKind, PostDiskJob, PostPart
+from kvtierd.core.actions import (
+    CheckSlots,
+    Direction,
+    DiskJobKind,
+    PostDiskJob,
+    PostPart,
+    UnwatchSpace,
+    WatchSpace,
+)
 from kvtierd.core.errors import Reason
 from kvtierd.core.ids import (
     CheckId,
     DiskId,
     DiskJobId,
+    NamespaceDigest,
     PartId,
     RegistrationId,
     SessionId,
+    SpaceId,
     Ticket,
     WorkerId,
 )
@@ -177,6 +187,9 @@ def test_outcomes_have_the_numbers_of_the_wire() -> None:
 
 
 NO_SLOTS, NO_NUMBERS = np.zeros(0, np.uint32), np.zeros(0, np.uint64)
+BELOW_ALONE = (DiskJobKind.CHECK, DiskJobKind.ADOPT)
+"""The kinds of jobs that have nothing to do with the host."""
+NEW_BLOCKS = (DiskJobKind.WRITE, DiskJobKind.ADOPT)
 
 
 def disk_job(kind: DiskJobKind, count: int, **changed: object) -> PostDiskJob:
@@ -187,8 +200,10 @@ def disk_job(kind: DiskJobKind, count: int, **changed: object) -> PostDiskJob:
         "job": DiskJobId(2**63),
         "kind": kind,
         "disk_slots": numbers,
-        "host_slots": NO_SLOTS if kind is DiskJobKind.CHECK else numbers - 7,
-        "clocks": numbers.astype(np.uint64) << 31 if kind is DiskJobKind.WRITE else NO_NUMBERS,
+        "host_slots": NO_SLOTS if kind in BELOW_ALONE else numbers - 7,
+        "clocks": numbers.astype(np.uint64) << 31 if kind in NEW_BLOCKS else NO_NUMBERS,
+        "pack": 7 if kind is DiskJobKind.ADOPT else 0,
+        "positions": numbers[::-1].copy() if kind is DiskJobKind.ADOPT else NO_SLOTS,
     }
     return PostDiskJob(**{**fields, **changed})  # type: ignore[arg-type]
 
@@ -201,12 +216,14 @@ def test_a_disk_s_worker_is_told_everything_of_a_job(kind: DiskJobKind) -> None:
     packet = orders.disk_job_packet(job, disk_generations, host_generations)
     found = wire.ToWorker.FromString(packet).disk_job
     assert (found.job, wire.DiskJobKind.Name(found.kind)) == (2**63, f"DISK_{kind.name}")
+    assert found.pack == job.pack
     for sent, kind_of_number, array in (
         (found.disk_slots, "<u4", job.disk_slots),
         (found.disk_generations, "<u8", disk_generations),
         (found.host_slots, "<u4", job.host_slots),
         (found.host_generations, "<u8", host_generations),
         (found.clocks, "<u8", job.clocks),
+        (found.positions, "<u4", job.positions),
     ):
         assert np.frombuffer(sent, kind_of_number).tolist() == array.tolist()
 
@@ -218,6 +235,8 @@ def test_a_disk_s_worker_is_told_everything_of_a_job(kind: DiskJobKind) -> None:
         (DiskJobKind.READ, {"clocks": np.zeros(3, np.uint64)}),
         (DiskJobKind.WRITE, {"clocks": np.zeros(2, np.uint64)}),
         (DiskJobKind.CHECK, {"host_slots": np.zeros(3, np.uint32)}),
+        (DiskJobKind.ADOPT, {"positions": np.zeros(2, np.uint32)}),
+        (DiskJobKind.READ, {"positions": np.zeros(3, np.uint32)}),
         (DiskJobKind.READ, {"disk_slots": np.zeros((3, 1), np.uint32)}),
     ],
 )
@@ -225,7 +244,7 @@ def test_a_disk_job_of_arrays_that_do_not_fit_is_refused(
     kind: DiskJobKind, changed: dict[str, object]
 ) -> None:
     generations = np.ones(3, np.uint64)
-    host = NO_NUMBERS if kind is DiskJobKind.CHECK else generations
+    host = NO_NUMBERS if kind in BELOW_ALONE else generations
     with pytest.raises(ValueError, match=f"9223372036854775808 .{kind.name}"):
         orders.disk_job_packet(disk_job(kind, 3, **changed), generations, host)
 
@@ -251,12 +270,31 @@ def test_what_a_disk_s_worker_reports_arrives_whole() -> None:
         error="EIO",
         bytes=2**40,
         busy_ns=1_500_000_000,
+        gone=np.array([2], "<u4").tobytes(),
     )
     found = supervisor.disk_job_finished(WorkerId(4), report)
     assert (found.worker, found.job, found.failed.tolist(), found.corrupt.tolist()) == (4, 7, [3], [1, 0])
-    assert (found.error, found.bytes, found.busy_s) == ("EIO", 2**40, 1.5)
+    assert (found.error, found.bytes, found.busy_s, found.gone.tolist()) == ("EIO", 2**40, 1.5, [2])
     with pytest.raises(ValueError):
         supervisor.disk_job_finished(WorkerId(4), wire.DiskJobFinished(job=7, failed=b"abc"))
+
+
+def test_what_a_store_s_worker_has_found_arrives_whole() -> None:
+    hashes = np.arange(64, dtype=np.uint8).reshape(2, 32)
+    found = supervisor.pack_found(WorkerId(4), wire.PackFound(pack=2**40, space=5, hashes=hashes.tobytes()))
+    assert (found.worker, found.pack, found.space) == (4, 2**40, 5)
+    assert found.hashes.tolist() == hashes.tolist()
+    with pytest.raises(ValueError):
+        supervisor.pack_found(WorkerId(4), wire.PackFound(pack=1, space=5, hashes=bytes(33)))
+
+
+def test_a_store_s_worker_is_told_what_to_look_for() -> None:
+    told = WatchSpace(WorkerId(1), SpaceId(2**32 - 1), NamespaceDigest(bytes(range(16))), 3, (4096, 2**40))
+    found = wire.ToWorker.FromString(orders.watch_space_packet(told)).watch_space
+    assert (found.space, found.namespace, found.group) == (2**32 - 1, bytes(range(16)), 3)
+    assert np.frombuffer(found.sizes, "<u8").tolist() == [4096, 2**40]
+    over = wire.ToWorker.FromString(orders.watch_space_packet(UnwatchSpace(WorkerId(1), SpaceId(7))))
+    assert over.unwatch_space.space == 7
 
 
 def test_disk_jobs_have_the_numbers_of_the_wire() -> None:

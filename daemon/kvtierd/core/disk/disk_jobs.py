@@ -1,6 +1,9 @@
 """Jobs of disks, from their posting to their end: what is committed, what is freed, and what the flags say
 afterwards."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,7 +13,18 @@ from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.table import U32
 from kvtierd.core.ids import DiskJobId, Entries, Hashes, Rank, Slots, SpaceId, TransferNumber
 from kvtierd.core.state.core_state import CoreState
-from kvtierd.core.state.disks import CLEAN, JOB_SLOTS_MAX, LATE, QUEUED, READS_MAX, WRITES_MAX, Disk, by_space
+from kvtierd.core.state.disks import (
+    CLEAN,
+    JOB_SLOTS_MAX,
+    LATE,
+    QUEUED,
+    READS_MAX,
+    WRITES_MAX,
+    Disk,
+    Indexes,
+    by_space,
+    evict,
+)
 from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.transitions import DiskJobState, Event
 from kvtierd.core.stimuli import DiskJobFinished
@@ -77,27 +91,76 @@ class DiskJobs:
         has none of them; the head of a sequence comes first. Holds nothing of the host. Returns for how many
         there was room."""
         host, shelf = self._host, disk.blocks
-        domain = shelf.domains.of(host_domain.tenant, host_domain.sizes)
-        domain.users += 1  # it may have no blocks while room is made, and must not be forgotten
-        disk.eviction.for_entries(domain, len(host_entries))
         hashes, spaces = host.table.hashes(host_entries), host.table.spaces(host_entries)
-        entries = np.zeros(len(host_entries), np.uint32)
-        created = np.zeros(len(host_entries), np.bool_)
-        for space, own in by_space(spaces):
-            inserted = shelf.insert(space, domain, np.ascontiguousarray(hashes[own]))
-            entries[own], created[own] = inserted.entries, inserted.created == 1
-        kept = np.flatnonzero(created)
-        if shelf.ranks:
-            shelf.table.same_as(entries[kept], host.table, host_entries[kept])
-        roomy = disk.eviction.for_slots(domain, len(kept)).blocks
-        shelf.discard(domain, entries[kept[roomy:]], None)
-        kept = kept[:roomy]
-        if len(kept):
-            chosen = host_entries[kept]
-            self._write(disk, domain, entries[kept], host_domain, chosen, hashes[kept], spaces[kept])
-        domain.users -= 1
-        shelf.domains.forget_idle(domain)
+        with self._domain(disk, host_domain) as domain:
+            entries, kept = self._insert(disk, domain, hashes, spaces)
+            if shelf.ranks:
+                shelf.table.same_as(entries[kept], host.table, host_entries[kept])
+            kept = self._with_room(disk, domain, entries, kept)
+            # A pack of a store has blocks of one space.
+            parts = [own for _, own in by_space(spaces[kept])] if disk.shared else [np.arange(len(kept))]
+            for part in parts if len(kept) else ():
+                some = kept[part]
+                self._write(
+                    disk, domain, entries[some], host_domain, host_entries[some], hashes[some], spaces[some]
+                )
         return len(kept)
+
+    @contextmanager
+    def _domain(self, disk: Disk, host_domain: Domain) -> Iterator[Domain]:
+        """The disk's domain for blocks of one of the host. While room is made there, it may have no blocks,
+        and is not forgotten."""
+        domain = disk.blocks.domains.of(host_domain.tenant, host_domain.sizes)
+        domain.users += 1
+        yield domain
+        domain.users -= 1
+        disk.blocks.domains.forget_idle(domain)
+
+    def _insert(self, disk: Disk, domain: Domain, hashes: Hashes, spaces: U32) -> tuple[Entries, Indexes]:
+        """Entries, without slots, of those of these blocks that a disk has not, and has entries for. Returns
+        an entry for each, and the indexes of those that are new."""
+        disk.eviction.for_entries(domain, len(hashes))
+        entries = np.zeros(len(hashes), np.uint32)
+        created = np.zeros(len(hashes), np.bool_)
+        for space, own in by_space(spaces):
+            inserted = disk.blocks.insert(space, domain, np.ascontiguousarray(hashes[own]))
+            entries[own], created[own] = inserted.entries, inserted.created == 1
+        return entries, np.flatnonzero(created)
+
+    def _with_room(self, disk: Disk, domain: Domain, entries: Entries, new: Indexes) -> Indexes:
+        """Those of the new entries for which there are slots; the others are removed."""
+        roomy = disk.eviction.for_slots(domain, len(new)).blocks
+        disk.blocks.discard(domain, entries[new[roomy:]], None)
+        return new[:roomy]
+
+    def adopt(
+        self, disk: Disk, pack: int, space: SpaceId, host_domain: Domain | None, hashes: Hashes
+    ) -> None:
+        """Has slots of a LIVE store stand for those blocks of a pack that are not known yet; for none
+        without a domain. The job holds nothing of the host."""
+        shelf = disk.blocks
+        if host_domain is None or len(hashes) == 0:
+            self._post_adopt_none(disk, pack)
+            return
+        hashes = hashes[: max(1, JOB_SLOTS_MAX // host_domain.world)]
+        with self._domain(disk, host_domain) as domain:
+            entries, kept = self._insert(disk, domain, hashes, np.full(len(hashes), space, np.uint32))
+            kept = self._with_room(disk, domain, entries, kept)
+            if len(kept) == 0:
+                self._post_adopt_none(disk, pack)
+                return
+            slots = shelf.give_slots(domain, entries[kept])
+            job = self._begin(disk, DiskJobKind.ADOPT, domain, entries[kept], slots)
+            self._open(job, shelf, domain, space, np.ascontiguousarray(hashes[kept]), slots)
+            positions = np.repeat(kept.astype(np.uint32), domain.world)
+            self._post(job, None, self._clocks(disk, domain, len(kept)), pack, positions)
+
+    @staticmethod
+    def _clocks(disk: Disk, domain: Domain, blocks: int) -> npt.NDArray[np.uint64]:
+        """Recencies for the slots of so many new blocks, the first the most recent."""
+        disk.blocks.clock += blocks
+        clocks = np.uint64(disk.blocks.clock) - np.arange(blocks, dtype=np.uint64)
+        return np.repeat(clocks, domain.world)
 
     def _write(
         self, disk: Disk, domain: Domain, entries: Entries, host_domain: Domain, host_entries: Entries,
@@ -111,10 +174,8 @@ class DiskJobs:
             of_space = np.ascontiguousarray(slots[:, own])
             self._open(job, shelf, domain, space, np.ascontiguousarray(hashes[own]), of_space)
         host.table.set_flags(host_entries, QUEUED)
-        n = len(entries)
-        shelf.clock += n
-        clocks = np.uint64(shelf.clock) - np.arange(n, dtype=np.uint64)
-        self._post(job, host.slots_of(host_domain, host_entries), np.repeat(clocks, domain.world))
+        clocks = self._clocks(disk, domain, len(entries))
+        self._post(job, host.slots_of(host_domain, host_entries), clocks)
 
     def check(self, disk: Disk, domain: Domain, seen: BlockSnapshot) -> DiskJob:
         """Has READY blocks of a LIVE or FAILING disk compared with their checksums. Holds nothing."""
@@ -163,7 +224,14 @@ class DiskJobs:
                 )
             )
 
-    def _post(self, job: DiskJob, host_slots: Slots | None, clocks: npt.NDArray[np.uint64]) -> None:
+    def _post(
+        self,
+        job: DiskJob,
+        host_slots: Slots | None,
+        clocks: npt.NDArray[np.uint64],
+        pack: int = 0,
+        positions: U32 = _NO_SLOTS,
+    ) -> None:
         self._host.actions.append(
             PostDiskJob(
                 worker=job.worker.worker,
@@ -173,6 +241,24 @@ class DiskJobs:
                 disk_slots=_by_block(job.slots),
                 host_slots=_NO_SLOTS if host_slots is None else _by_block(host_slots),
                 clocks=clocks,
+                pack=pack,
+                positions=positions,
+            )
+        )
+
+    def _post_adopt_none(self, disk: Disk, pack: int) -> None:
+        """Answers that nothing of a pack is to be remembered."""
+        assert disk.worker is not None
+        self._host.actions.append(
+            PostDiskJob(
+                worker=disk.worker.worker,
+                disk=disk.disk,
+                job=DiskJobId(next(self._core.transfer_ids)),
+                kind=DiskJobKind.ADOPT,
+                disk_slots=_NO_SLOTS,
+                host_slots=_NO_SLOTS,
+                clocks=_NO_CLOCKS,
+                pack=pack,
             )
         )
 
@@ -189,15 +275,15 @@ class DiskJobs:
         disk.rates[READ_RATE.get(job.kind, job.kind)].measured(core.now_s, stimulus.bytes, stimulus.busy_s)
         n, world = len(job.entries), job.domain.world
         flat = np.ones(n * world, np.bool_)
-        failed, corrupt = stimulus.failed, stimulus.corrupt
-        if max(_highest(failed), _highest(corrupt)) >= n * world:  # the report makes no sense
-            failed, corrupt = np.arange(n * world, dtype=np.uint32), _NO_SLOTS
-        flat[failed] = False
-        flat[corrupt] = False
-        if job.kind is DiskJobKind.WRITE:
-            corrupt = _NO_SLOTS
+        failed, corrupt, gone = stimulus.failed, stimulus.corrupt, stimulus.gone
+        if max(map(_highest, (failed, corrupt, gone))) >= n * world:  # the report makes no sense
+            failed, corrupt, gone = np.arange(n * world, dtype=np.uint32), _NO_SLOTS, _NO_SLOTS
+        for bad in (failed, corrupt, gone):
+            flat[bad] = False
+        if job.kind in NEW:
+            corrupt = gone = _NO_SLOTS
         good: Mask = np.logical_and.reduce(flat.reshape(n, world), axis=1)
-        self._end(disk, job, Event.DONE, good, corrupt, unreadable=True)
+        self._end(disk, job, Event.DONE, good, corrupt, gone, unreadable=not disk.shared)
         return disk, job
 
     def _find(self, stimulus: DiskJobFinished) -> tuple[Disk | None, DiskJob | None]:
@@ -224,7 +310,7 @@ class DiskJobs:
         jobs = [job for job in disk.jobs.values() if job.worker is worker]
         for job in jobs:
             none = np.zeros(len(job.entries), np.bool_)
-            self._end(disk, job, Event.EXIT, none, _NO_SLOTS, unreadable=False)
+            self._end(disk, job, Event.EXIT, none, _NO_SLOTS, _NO_SLOTS, unreadable=False)
         return jobs
 
     def tell_late(self, job: DiskJob) -> None:
@@ -235,42 +321,50 @@ class DiskJobs:
             self._core.disks.late_jobs += 1
 
     def _end(
-        self, disk: Disk, job: DiskJob, event: Event, good: Mask, corrupt: U32, *, unreadable: bool
+        self, disk: Disk, job: DiskJob, event: Event, good: Mask, corrupt: U32, gone: U32, *, unreadable: bool
     ) -> None:
-        """`good`: blocks that went well; `corrupt`: positions of shards. `unreadable`: what did not go well,
-        and is to be read, cannot be."""
+        """`good`: blocks that went well; `corrupt` and `gone`: positions of shards. `unreadable`: what did
+        not go well, and is to be read, cannot be."""
         self._core.step(job, event)
         del disk.jobs[job.job]
         disk.counts[job.kind] -= 1
         disk.bytes[job.kind] -= job.bytes
         disk.ended_s = self._core.now_s
         job.good = int(np.count_nonzero(good))
-        if job.kind is DiskJobKind.WRITE:
-            self._write_ended(disk, job, good)
+        if job.kind in NEW:
+            self._new_ended(disk, job, good)
         elif job.kind is DiskJobKind.READ:
-            self._read_ended(disk, job, good, corrupt, unreadable=unreadable)
+            self._read_ended(disk, job, good, corrupt, gone, unreadable=unreadable)
         else:
             seen = BlockSnapshot(job.entries, job.generations, job.slots[0])
-            corrupt = corrupt[disk.blocks.are_still(seen)[corrupt // job.domain.world]]
-            disk.blocks.reap(job.domain, self._condemn(disk, job, corrupt))
+            still = disk.blocks.are_still(seen)
+            corrupt, gone = (bad[still[bad // job.domain.world]] for bad in (corrupt, gone))
+            lost = self._condemn(disk, job, corrupt, gone)
+            if disk.shared:
+                self._forget(disk, lost)
+            else:
+                disk.blocks.reap(job.domain, lost)
         disk.blocks.domains.forget_idle(job.domain)
 
-    def _write_ended(self, disk: Disk, job: DiskJob, good: Mask) -> None:
+    def _new_ended(self, disk: Disk, job: DiskJob, good: Mask) -> None:
         shelf, host, tally = disk.blocks, self._host, disk.tally
-        assert job.host_seen is not None
-        there = job.host_seen.entries[host.are_still(job.host_seen)]
-        host.table.clear_flags(there, QUEUED)
+        if job.host_seen is not None:
+            there = job.host_seen.entries[host.are_still(job.host_seen)]
+            host.table.clear_flags(there, QUEUED)
         shelf.commit(job.domain, job.entries[good], job.slots[:, good])
         self._core.disks.written(disk, job.entries[good])
         shelf.discard(job.domain, job.entries[~good], job.slots[:, ~good])
-        tally.written_blocks += job.good
-        tally.written_bytes += job.good * job.domain.block_bytes
+        if job.kind is DiskJobKind.WRITE:
+            tally.written_blocks += job.good
+            tally.written_bytes += job.good * job.domain.block_bytes
 
-    def _read_ended(self, disk: Disk, job: DiskJob, good: Mask, corrupt: U32, *, unreadable: bool) -> None:
+    def _read_ended(
+        self, disk: Disk, job: DiskJob, good: Mask, corrupt: U32, gone: U32, *, unreadable: bool
+    ) -> None:
         shelf, host = disk.blocks, self._host
         domain = job.host_domain
         assert domain is not None
-        self._condemn(disk, job, corrupt)
+        lost = self._condemn(disk, job, corrupt, gone)
         ready = shelf.table.states(job.entries) == READY
         if unreadable:
             self._core.disks.unreadable(disk, job.domain, job.entries[ready & ~good])
@@ -283,23 +377,42 @@ class DiskJobs:
         host.discard(domain, job.host_entries[~good], job.host_slots[:, ~good])
         host.domains.forget_idle(domain)
         shelf.unpin(job.domain, job.entries)
+        if disk.shared:
+            # With its worker, what that knew of the job's blocks is gone as well.
+            self._forget(disk, job.entries if job.state is DiskJobState.FAILED else lost)
         read_bytes = job.good * domain.block_bytes
         disk.tally.read_blocks += job.good
         disk.tally.read_bytes += read_bytes
         self._core.tally.promoted_blocks += job.good
         self._core.tally.promoted_bytes += read_bytes
 
-    def _condemn(self, disk: Disk, job: DiskJob, corrupt: U32) -> Entries:
-        """Condemns the blocks of a job whose shards at these positions did not match. Returns their
-        entries."""
-        entries = job.entries[corrupt // job.domain.world]
+    def _condemn(self, disk: Disk, job: DiskJob, corrupt: U32, gone: U32) -> Entries:
+        """Condemns the blocks of a job whose shards at the `corrupt` positions did not match; a store's are
+        only forgotten, by `_forget`, like those that are `gone`, because there is nothing wrong with the
+        slots. Returns their entries."""
+        world = job.domain.world
+        entries = job.entries[corrupt // world]
+        if disk.shared:
+            bad = np.unique(entries)
+            disk.tally.corrupt_blocks += len(bad)
+            self._core.tally.corrupt_on_disk += len(bad)
+            lost: Entries = np.union1d(bad, job.entries[gone // world]).astype(np.uint32)
+            return lost
         if len(corrupt):
             condemned = disk.blocks.condemn(entries, _by_block(job.slots)[corrupt])
             disk.tally.corrupt_blocks += len(condemned)
             self._core.tally.corrupt_on_disk += len(condemned)
         return entries
 
+    @staticmethod
+    def _forget(disk: Disk, entries: Entries) -> None:
+        """Forgets those of a store's blocks that nothing else reads."""
+        table = disk.blocks.table
+        evict(disk, entries[(table.states(entries) == READY) & (table.pins(entries) == 0)])
 
+
+NEW = (DiskJobKind.WRITE, DiskJobKind.ADOPT)
+"""The kinds of jobs after which there are blocks that were not there before."""
 READ_RATE = {DiskJobKind.CHECK: DiskJobKind.READ}
 """A check shows how fast a disk reads as well."""
 

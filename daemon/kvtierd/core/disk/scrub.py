@@ -32,6 +32,11 @@ class Scrubs:
                 f"there are {len(disks)} disks: name directories in disk.paths to have more",
             )
         disk = disks[stimulus.disk]
+        if disk.shared:
+            raise refusal(
+                Reason.MODE_UNSUPPORTED,
+                "a store is not compared as a whole: each block is, when it is read",
+            )
         if not disk.live:
             message = f"the disk is {disk.state.value}: try again when it is live"
             raise refusal(Reason.WORKER_UNAVAILABLE, message)

@@ -11,12 +11,13 @@ from kvtierd.core.disk.disk_health import DiskHealth
 from kvtierd.core.disk.disk_jobs import DiskJobs
 from kvtierd.core.disk.promotion import Promotion
 from kvtierd.core.disk.scrub import Scrubs
+from kvtierd.core.disk.watching import Watching
 from kvtierd.core.disk.writing import Writing
 from kvtierd.core.ids import Entries
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import LATE, Disk
 from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, GroupPlan, WorkerRecord
-from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered
+from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered, PackFound
 
 
 class DiskTier:
@@ -31,6 +32,7 @@ class DiskTier:
         self._health = DiskHealth(core, self._jobs)
         self._scrubs = Scrubs(core, self._jobs)
         self._writing = Writing(core, self._jobs)
+        self._watching = Watching(core, self._jobs)
         admission = Admission(core)
         self.find = self._disks.find
         self.bring_up = Promotion(core, self._jobs).begin
@@ -84,15 +86,17 @@ class DiskTier:
 
     # --- stimuli ---
 
-    def job_finished(self, stimulus: DiskJobFinished) -> None:
+    def job_finished(self, stimulus: DiskJobFinished) -> bool:
+        """A worker has ended a job. Returns False, and only counts the message, if that is told too late."""
         ended = self._jobs.finished(stimulus)
         if ended is None:
-            return
+            return False
         disk, job = ended
         self._health.ended(disk, job, stimulus)
         self._scrubs.ended(disk, job, looked_at=True)
         self._writing.job_ended(disk, job)
         self._scrubs.go_on(disk)
+        return True
 
     def recovered(self, stimulus: DiskRecovered) -> None:
         """It is known now what a disk holds, so it may be used."""
@@ -100,6 +104,11 @@ class DiskTier:
         assert not disk.recovered, "a disk is recovered once"
         self._disks.recover(disk, stimulus.found)
         self._health.recovered(disk)
+
+    def pack_found(self, stimulus: PackFound) -> None:
+        """The worker of the store has found blocks of other hosts."""
+        [store] = self._disks.all
+        self._watching.pack_found(store, stimulus)
 
     def worker_live(self, worker: WorkerRecord) -> None:
         disk = self._of(worker)
@@ -110,6 +119,8 @@ class DiskTier:
         disk = self._of(worker)
         if disk is not None:
             self._health.worker_lost(disk, worker, why)
+            if disk.shared and disk.worker is None:
+                self._watching.worker_gone(disk)
 
     def worker_exited(self, worker: WorkerRecord) -> None:
         disk = self._of(worker)
@@ -128,4 +139,6 @@ class DiskTier:
         for disk in self._disks.all:
             self._health.tick(disk)
             self._scrubs.go_on(disk)
+            if disk.shared:
+                self._watching.tick(disk)
         self._writing.tick()

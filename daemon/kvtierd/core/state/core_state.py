@@ -59,6 +59,8 @@ class CoreState:
     disk_policy: CoreDisks = field(default_factory=CoreDisks)
     disk_shelves: InitVar[Sequence[tuple[BlockTable, PoolGeometry]]] = ()
     """For each disk an empty table of its own, and where its slots lie."""
+    shared: InitVar[bool] = False
+    """Whether the only disk is a store."""
     tenants: Tenants = field(default_factory=lambda: Tenants({}))
     disks: Disks = field(init=False)
     pages: IndexPages = field(init=False)
@@ -96,13 +98,15 @@ class CoreState:
     transfer_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     part_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
-    def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]]) -> None:
+    def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]], shared: bool) -> None:
         self.retention = BlockRetention(self.blocks, self.tally, self.limits)
         self.eviction = Eviction(self.blocks, self.tally, self.tenants, self.retention)
         self.lease_budget = LeaseBudget(
             self.blocks.table, self.blocks.slots, self.limits.leased_fraction_max, self.tenants
         )
-        self.disks = Disks(self.blocks, self.tally, self.disk_policy, disk_shelves, self.tenants)
+        self.disks = Disks(
+            self.blocks, self.tally, self.disk_policy, disk_shelves, self.tenants, shared=shared
+        )
         self.pages = IndexPages(self.blocks, self.disks)
         self.shadow = SizeShadow(self.blocks)
 

@@ -95,6 +95,11 @@ class Disk(Entity):
     unreadable: deque[BlockSnapshot] = field(default_factory=deque)
     """Blocks that could not be read; they are flagged LATE."""
     scrub: Scrub | None = None
+    shared: bool = False
+    """Whether it is a store that other hosts use as well. Its slots then have no bytes: they stand for
+    blocks in packs, as many as are remembered here, and its worker knows which."""
+    watched: dict[SpaceId, Domain] = field(default_factory=dict)
+    """Of a store, the spaces that its worker looks for, and the host's domain of their blocks."""
 
     @property
     def live(self) -> bool:
@@ -158,12 +163,16 @@ class Disks:
         policy: CoreDisks,
         disks: Sequence[tuple[BlockTable, PoolGeometry]],
         tenants: Tenants,
+        *,
+        shared: bool = False,
     ) -> None:
+        """`shared`: the only one is a store."""
+        assert not shared or len(disks) == 1, "there is one store, and no disk beside it"
         self.policy = policy
         self._host = host
         self._tally = tally
         self.all: tuple[Disk, ...] = tuple(
-            _disk(DiskId(number), table, geometry, host, tenants)
+            _disk(DiskId(number), table, geometry, host, tenants, shared=shared)
             for number, (table, geometry) in enumerate(disks)
         )
         self.late_jobs = 0
@@ -297,6 +306,11 @@ class Disks:
             disk.blocks.table.clear_flags(entries, LATE)
             self.written(disk, entries)
 
+    def forget_everything(self, disk: Disk) -> None:
+        """Nobody knows any more where the blocks of a store are, but for those that are pinned."""
+        for entries in self._everything(disk):
+            evict(disk, entries[disk.blocks.table.pins(entries) == 0])
+
     # --- the start ---
 
     def recover(self, disk: Disk, found: Recovered) -> None:
@@ -350,7 +364,15 @@ def _still_late(disk: Disk, seen: BlockSnapshot) -> Entries:
     return late
 
 
-def _disk(number: DiskId, table: BlockTable, geometry: PoolGeometry, host: Blocks, tenants: Tenants) -> Disk:
+def _disk(
+    number: DiskId,
+    table: BlockTable,
+    geometry: PoolGeometry,
+    host: Blocks,
+    tenants: Tenants,
+    *,
+    shared: bool,
+) -> Disk:
     blocks, tally = Blocks(table, geometry, host.integrity, disk=number, host=host), DiskTally()
     return Disk(
         disk=number,
@@ -358,4 +380,5 @@ def _disk(number: DiskId, table: BlockTable, geometry: PoolGeometry, host: Block
         eviction=Eviction(blocks, tally, tenants),
         tally=tally,
         budget=WriteBudget(geometry.capacity_bytes),
+        shared=shared,
     )

@@ -14,6 +14,7 @@ from typing import NoReturn
 import numpy as np
 from kvtier_kernels import PoolRecords
 
+from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.errors import Refusal
 from kvtierd.memory.pool_file import memory_end
 from kvtierd.wire import worker_pb2 as wire
@@ -105,6 +106,8 @@ def _handle(message: wire.ToWorker, queue: JobQueue, threads: DiskThreads) -> No
     match message.WhichOneof("body"):
         case "disk_job":
             job = read_job(message.disk_job)
+            if job.kind is DiskJobKind.ADOPT:
+                raise ProtocolError(f"job {job.number}: a disk adopts nothing")
             if not queue.put(job):
                 job.fail_rest()
                 threads.report(job)

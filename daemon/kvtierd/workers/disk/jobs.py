@@ -52,6 +52,12 @@ class SlotJob:
     error: str = ""
     moved_bytes: int = 0
     busy_ns: int = 0
+    pack: int = 0
+    """ADOPT: the number of what was found."""
+    positions: U32 = field(default_factory=lambda: np.empty(0, np.uint32))
+    """ADOPT: which of the blocks that were found each slot is to stand for, parallel to `disk_slots`."""
+    gone: list[Rows] = field(default_factory=list)
+    """What a store does not have any more."""
 
     def __len__(self) -> int:
         return len(self.disk_slots)
@@ -77,6 +83,7 @@ class SlotJob:
             error=self.error,
             bytes=self.moved_bytes,
             busy_ns=self.busy_ns,
+            gone=np.setdiff1d(_positions(self.gone), corrupt).astype("<u4").tobytes(),
         )
 
 
@@ -92,15 +99,17 @@ def read_job(message: wire.DiskJob) -> SlotJob:
     except ValueError:
         raise ProtocolError(f"job {message.job}: there is no kind {message.kind}") from None
     count = len(message.disk_slots) // 4
-    on_host = 0 if kind is DiskJobKind.CHECK else count
-    clocks = count if kind is DiskJobKind.WRITE else 0
-    wanted = (4 * count, 8 * count, 4 * on_host, 8 * on_host, 8 * clocks)
+    on_host = 0 if kind in (DiskJobKind.CHECK, DiskJobKind.ADOPT) else count
+    clocks = count if kind in (DiskJobKind.WRITE, DiskJobKind.ADOPT) else 0
+    positions = count if kind is DiskJobKind.ADOPT else 0
+    wanted = (4 * count, 8 * count, 4 * on_host, 8 * on_host, 8 * clocks, 4 * positions)
     arrays = (
         message.disk_slots,
         message.disk_generations,
         message.host_slots,
         message.host_generations,
         message.clocks,
+        message.positions,
     )
     if tuple(map(len, arrays)) != wanted:
         raise ProtocolError(f"job {message.job}: arrays of {[len(a) for a in arrays]} bytes, not {wanted}")
@@ -112,6 +121,8 @@ def read_job(message: wire.DiskJob) -> SlotJob:
         np.frombuffer(message.host_slots, np.uint32),
         np.frombuffer(message.host_generations, np.uint64),
         np.frombuffer(message.clocks, np.uint64),
+        pack=message.pack,
+        positions=np.frombuffer(message.positions, np.uint32),
     )
     for name, slots in (("disk", job.disk_slots), ("host", job.host_slots)):
         if len(np.unique(slots)) != len(slots):

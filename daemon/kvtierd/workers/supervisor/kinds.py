@@ -1,5 +1,6 @@
 """What a worker is: its program, what it is told and inherits, and the deadlines that it has to keep."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,8 @@ DISK_PREFIX = "disk-"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 NO_MPS = "/nonexistent/kvtierd-uses-no-mps"
+OPTIONS_VARIABLE = "KVTIER_STORE_OPTIONS"
+"""In the environment of a store's worker: JSON of what its client is told."""
 IO_THREADS_MAX = 8
 """The most threads of a disk's worker. Its status page has a word for each."""
 
@@ -60,6 +63,87 @@ class DiskOptions:
     def device(self) -> str:
         return disk_device(self.number)
 
+    def worker(self, *, first: bool, handshake_deadline_s: float) -> WorkerKind:
+        """Its worker. The `first` one of a boot fills the image from the file, and later ones leave the image
+        as it is."""
+        keys = {} if self.encryption_keys is None else {"--encryption-keys": self.encryption_keys}
+        return WorkerKind(
+            title="disk worker",
+            module="kvtierd.workers.disk",
+            arguments={
+                "--image-fd": self.image_fd,
+                "--image-bytes": self.size_bytes,
+                "--path": self.path,
+                "--size-bytes": self.size_bytes,
+                "--extent-bytes": self.extent_bytes,
+                "--threads": self.threads,
+                "--queue-depth": self.queue_depth,
+                "--operation-deadline-s": self.deadline_s,
+                **keys,
+                "--load" if first else "--keep": None,
+            },
+            handshake_deadline_s=handshake_deadline_s,
+            operation_deadline_s=self.deadline_s,
+            map_deadline_s=handshake_deadline_s,
+            fds=(self.image_fd,),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """A store that other hosts use as well, as its worker is told about it. It takes the place of a disk."""
+
+    url: str
+    prefix: str
+    """The folder of kvtier's objects in the store, empty or with a slash at its end."""
+    options: Mapping[str, str]
+    """What obstore is told besides the URL."""
+    host: str
+    """8 hexadecimal digits that name this daemon."""
+    image_bytes: int
+    extent_bytes: int
+    image_fd: int
+    """Descriptor of the image. It stays the caller's, and must stay open as long as workers are started."""
+    call_deadline_s: float
+    """For each call of the store."""
+    look_every_s: float
+    """How often it is looked for what other hosts have put there."""
+    deadline_s: float
+    """The worker is killed if its event loop does not come round for so long."""
+
+    @property
+    def device(self) -> str:
+        return disk_device(0)
+
+    def worker(self, *, first: bool, handshake_deadline_s: float) -> WorkerKind:
+        """Its worker. The `first` one of a boot makes the image."""
+        return WorkerKind(
+            title="store worker",
+            module="kvtierd.workers.store",
+            arguments={
+                "--image-fd": self.image_fd,
+                "--image-bytes": self.image_bytes,
+                "--extent-bytes": self.extent_bytes,
+                "--url": self.url,
+                "--prefix": self.prefix,
+                "--host": self.host,
+                "--call-deadline-s": self.call_deadline_s,
+                "--look-every-s": self.look_every_s,
+                "--operation-deadline-s": self.deadline_s,
+                "--load" if first else "--keep": None,
+            },
+            handshake_deadline_s=handshake_deadline_s,
+            operation_deadline_s=self.deadline_s,
+            map_deadline_s=handshake_deadline_s,
+            fds=(self.image_fd,),
+            # Everybody may read a command line, and there may be a secret among them.
+            environment={OPTIONS_VARIABLE: json.dumps(dict(self.options))},
+        )
+
+
+BelowOptions = DiskOptions | StoreOptions
+"""What the worker of something below the host is told."""
+
 
 def gpu_environment(device: str, of_daemon: Mapping[str, str]) -> dict[str, str]:
     """What a GPU's worker is to find in its environment, unless the daemon's says something itself.
@@ -75,29 +159,3 @@ def gpu_environment(device: str, of_daemon: Mapping[str, str]) -> dict[str, str]
 def disk_device(number: int) -> str:
     """The device name of a disk."""
     return f"{DISK_PREFIX}{number}"
-
-
-def disk_worker(disk: DiskOptions, *, first: bool, handshake_deadline_s: float) -> WorkerKind:
-    """A disk's worker. The `first` one of a boot fills the image from the file, and later ones leave the
-    image as it is."""
-    keys = {} if disk.encryption_keys is None else {"--encryption-keys": disk.encryption_keys}
-    return WorkerKind(
-        title="disk worker",
-        module="kvtierd.workers.disk",
-        arguments={
-            "--image-fd": disk.image_fd,
-            "--image-bytes": disk.size_bytes,
-            "--path": disk.path,
-            "--size-bytes": disk.size_bytes,
-            "--extent-bytes": disk.extent_bytes,
-            "--threads": disk.threads,
-            "--queue-depth": disk.queue_depth,
-            "--operation-deadline-s": disk.deadline_s,
-            **keys,
-            "--load" if first else "--keep": None,
-        },
-        handshake_deadline_s=handshake_deadline_s,
-        operation_deadline_s=disk.deadline_s,
-        map_deadline_s=handshake_deadline_s,
-        fds=(disk.image_fd,),
-    )

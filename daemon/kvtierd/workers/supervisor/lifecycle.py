@@ -15,7 +15,7 @@ from kvtierd.workers.channel.packets import PEER_CLOSED, close_fds
 from kvtierd.workers.channel.status import StatusWord
 from kvtierd.workers.supervisor import handles
 from kvtierd.workers.supervisor.devices import SupervisedDevices
-from kvtierd.workers.supervisor.kinds import DiskOptions, WorkerKind, disk_worker, gpu_environment
+from kvtierd.workers.supervisor.kinds import BelowOptions, WorkerKind, gpu_environment
 from kvtierd.workers.supervisor.process import EXITED_WELL, WorkerProcess
 from kvtierd.workers.supervisor.reserve import DescriptorReserve
 from kvtierd.workers.supervisor.watch import Watch
@@ -45,7 +45,7 @@ class Lifecycle:
         pool_bytes: int,
         reserve: int,
         devices: Sequence[str],
-        disks: Sequence[DiskOptions],
+        disks: Sequence[BelowOptions],
         limits: handles.SupervisorLimits,
         environment: Mapping[str, str] | None,
         options: handles.WorkerOptions,
@@ -224,8 +224,7 @@ class Lifecycle:
         limits = self._limits
         disk = self._disks.get(device)
         if disk is not None:
-            return disk_worker(
-                disk,
+            return disk.worker(
                 first=not self.devices[device].workers,
                 handshake_deadline_s=limits.disk_handshake_deadline_s,
             )

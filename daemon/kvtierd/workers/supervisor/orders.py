@@ -10,7 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtierd.core.actions import CheckSlots, Direction, DiskJobKind, PostDiskJob, PostPart
+from kvtierd.core.actions import (
+    CheckSlots,
+    Direction,
+    DiskJobKind,
+    PostDiskJob,
+    PostPart,
+    UnwatchSpace,
+    WatchSpace,
+)
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import NO_TENANT, PartId, RegistrationId, SessionId, Slots, TenantTag, WorkerId
 from kvtierd.wire import worker_pb2 as wire
@@ -61,16 +69,23 @@ class WorkerOrders:
         disk_generations: npt.NDArray[np.uint64],
         host_generations: npt.NDArray[np.uint64],
     ) -> None:
-        """Sends a job to a disk's worker. DiskJobFinished follows, or the worker's end. Errors, and workers
-        that are not live, are treated as in `post`."""
+        """Sends a job to a disk's worker. DiskJobFinished follows, or the worker's end, but for an ADOPT of
+        nothing. Errors, and workers that are not live, are treated as in `post`."""
         packet = disk_job_packet(action, disk_generations, host_generations)
         if len(packet) > PACKET_BYTES_MAX:
             raise ValueError(
                 f"disk job {action.job} of {len(action.disk_slots)} slots is too large for one packet"
             )
         handle = self._lives.workers.get(action.worker)
-        if handle is not None and self._send(handle, packet):
+        is_answered = action.kind is not DiskJobKind.ADOPT or len(action.disk_slots) > 0
+        if handle is not None and self._send(handle, packet) and is_answered:
             handle.jobs.add(action.job)
+
+    def watch_space(self, action: WatchSpace | UnwatchSpace) -> None:
+        """Tells a store's worker what to look for. Workers that are not live are treated as in `post`."""
+        handle = self._lives.workers.get(action.worker)
+        if handle is not None:
+            self._send(handle, watch_space_packet(action))
 
     def persist_records(self, device: str, slots: Slots) -> None:
         """Has a disk's worker write the records of these slots to its file, as they are in the image. Does
@@ -273,14 +288,16 @@ def disk_job_packet(
     """Raises ValueError if the arrays are not parallel, or one is there that this kind of job does not
     have."""
     shape = action.disk_slots.shape
-    on_host = (0,) if action.kind is DiskJobKind.CHECK else shape
-    clocks = shape if action.kind is DiskJobKind.WRITE else (0,)
-    found = (disk_generations, action.host_slots, host_generations, action.clocks)
-    wanted = (shape, on_host, on_host, clocks)
+    on_host = (0,) if action.kind in (DiskJobKind.CHECK, DiskJobKind.ADOPT) else shape
+    clocks = shape if action.kind in (DiskJobKind.WRITE, DiskJobKind.ADOPT) else (0,)
+    positions = shape if action.kind is DiskJobKind.ADOPT else (0,)
+    found = (disk_generations, action.host_slots, host_generations, action.clocks, action.positions)
+    wanted = (shape, on_host, on_host, clocks, positions)
     if len(shape) != 1 or tuple(array.shape for array in found) != wanted:
         raise ValueError(
             f"disk job {action.job} ({action.kind.name}) of slots {shape}: disk generations, host slots, "
-            f"host generations and clocks of {[array.shape for array in found]}, expected {list(wanted)}"
+            f"host generations, clocks and positions of {[array.shape for array in found]}, "
+            f"expected {list(wanted)}"
         )
     return wire.ToWorker(
         disk_job=wire.DiskJob(
@@ -291,6 +308,8 @@ def disk_job_packet(
             host_slots=action.host_slots.astype("<u4").tobytes(),
             host_generations=host_generations.astype("<u8").tobytes(),
             clocks=action.clocks.astype("<u8").tobytes(),
+            pack=action.pack,
+            positions=action.positions.astype("<u4").tobytes(),
         )
     ).SerializeToString()
 
@@ -325,4 +344,17 @@ def add_chunks_packet(request: int, session: SessionId, sizes: Sequence[int]) ->
 def persist_records_packet(slots: Slots) -> bytes:
     return wire.ToWorker(
         persist_records=wire.PersistRecords(slots=slots.astype("<u4").tobytes())
+    ).SerializeToString()
+
+
+def watch_space_packet(action: WatchSpace | UnwatchSpace) -> bytes:
+    if isinstance(action, UnwatchSpace):
+        return wire.ToWorker(unwatch_space=wire.UnwatchSpace(space=action.space)).SerializeToString()
+    return wire.ToWorker(
+        watch_space=wire.WatchSpace(
+            space=action.space,
+            namespace=action.namespace,
+            group=action.group,
+            sizes=np.array(action.sizes, "<u8").tobytes(),
+        )
     ).SerializeToString()

@@ -12,12 +12,12 @@ from google.protobuf.message import DecodeError
 from kvtierd.core import stimuli
 from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import CheckId, DiskJobId, PartId, SessionId, WorkerId
+from kvtierd.core.ids import HASH_BYTES_MAX, CheckId, DiskJobId, PartId, SessionId, SpaceId, WorkerId
 from kvtierd.logs import logger
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.status import StatusWord
 from kvtierd.workers.supervisor import handles
-from kvtierd.workers.supervisor.kinds import DiskOptions
+from kvtierd.workers.supervisor.kinds import BelowOptions
 from kvtierd.workers.supervisor.lifecycle import Lifecycle
 from kvtierd.workers.supervisor.orders import WorkerOrders
 
@@ -28,6 +28,7 @@ WorkerStimulus = (
     | stimuli.PartFinished
     | stimuli.SlotsChecked
     | stimuli.DiskJobFinished
+    | stimuli.PackFound
     | stimuli.SessionReleased
     | stimuli.WorkerLost
     | stimuli.WorkerExited
@@ -59,7 +60,7 @@ class Supervisor:
         events: Callable[[WorkerStimulus], object],
         reserve: int = 0,
         devices: Sequence[str] = (handles.CPU,),
-        disks: Sequence[DiskOptions] = (),
+        disks: Sequence[BelowOptions] = (),
         limits: handles.SupervisorLimits | None = None,
         environment: Mapping[str, str] | None = None,
         options: handles.WorkerOptions | None = None,
@@ -149,6 +150,8 @@ class Supervisor:
             done = disk_job_finished(handle.worker, message.disk_job_finished)
             handle.jobs.remove(done.job)
             return done
+        if kind == "pack_found":
+            return pack_found(handle.worker, message.pack_found)
         if kind == "records_persisted":
             answer = handle.persisting.pop(message.records_persisted.request, None)
             if answer is not None and not answer.done():  # else its caller was cancelled
@@ -245,4 +248,11 @@ def disk_job_finished(worker: WorkerId, message: wire.DiskJobFinished) -> stimul
         error=message.error,
         bytes=message.bytes,
         busy_s=message.busy_ns / 1e9,
+        gone=np.frombuffer(message.gone, "<u4").astype(np.uint32, copy=False),
     )
+
+
+def pack_found(worker: WorkerId, message: wire.PackFound) -> stimuli.PackFound:
+    """Raises ValueError if the message holds something that no worker of ours sends."""
+    hashes = np.frombuffer(message.hashes, np.uint8).reshape(-1, HASH_BYTES_MAX)
+    return stimuli.PackFound(worker, message.pack, SpaceId(message.space), hashes)

@@ -1,0 +1,1 @@
+"""The store tier: blocks in a store that several hosts share."""

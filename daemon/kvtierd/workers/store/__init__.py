@@ -1,0 +1,1 @@
+"""The worker of a store that other hosts use as well."""

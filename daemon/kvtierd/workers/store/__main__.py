@@ -1,0 +1,142 @@
+"""`python -m kvtierd.workers.store`: the worker of a store. Started by the supervisor only.
+
+It lives as long as its front: told to stop, or left alone, it drops what has not started, finishes what has,
+and exits with status 0. It holds the pool's lock until the last byte is in place.
+"""
+
+import argparse
+import json
+import mmap
+import os
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+from kvtier_kernels import PoolRecords, format_pool
+
+from kvtierd.core.errors import Reason, Refusal
+from kvtierd.memory.pool_file import config_digest, memory_end
+from kvtierd.tiers.disk.image import disk_geometry
+from kvtierd.tiers.store.objects import StoreError
+from kvtierd.wire import worker_pb2 as wire
+from kvtierd.workers.channel.packets import ChannelEndedError, ProtocolError
+from kvtierd.workers.disk.jobs import read_job
+from kvtierd.workers.entry import Inheritance, finish, give_up, inherit, leave, run
+from kvtierd.workers.log import logger
+from kvtierd.workers.populate import Populator
+from kvtierd.workers.store.locations import Locations
+from kvtierd.workers.store.looking import Looking
+from kvtierd.workers.store.loop import StoreLoop
+from kvtierd.workers.store.moving import StoreMover
+from kvtierd.workers.store.shelves import Shelves
+from kvtierd.workers.supervisor.kinds import OPTIONS_VARIABLE
+
+_log = logger("kvtierd.workers.store")
+
+ORPHAN_DEADLINE_S = 2.0
+"""Once the front is gone, how long what has begun may go on without progress."""
+
+
+def main() -> NoReturn:
+    """Runs a worker and ends the process with its status."""
+    inherited = inherit(_parser())
+    arguments = inherited.arguments
+    try:
+        make = _maker(inherited)
+    except Refusal as refusal:
+        give_up(inherited, refusal)
+    loop = StoreLoop(
+        make, inherited.channel, inherited.status, reads=arguments.reads, writes=arguments.writes
+    )
+    loop.start()
+    records = PoolRecords(np.frombuffer(inherited.pool, np.uint8))
+    populator = Populator(inherited.pool, lambda: memory_end(records), lambda: loop.busy)
+    cold = "what other hosts have put there is looked for now" if arguments.load else ""
+    ready = wire.Ready(pid=os.getpid(), cold_reason=cold, direct_io=True)
+
+    def handle(message: wire.ToWorker, _: list[int]) -> None:
+        _handle(message, loop, inherited)
+
+    exit_status, is_orphan = run(inherited, ready, populator, handle, _log, loop.broken.is_set)
+    deadline_s = arguments.operation_deadline_s
+    loop.stop()
+    finish(inherited.status, min(deadline_s, ORPHAN_DEADLINE_S) if is_orphan else deadline_s, loop.join, _log)
+    leave(exit_status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvtierd.workers.store", description=__doc__)
+    parser.add_argument("--image-fd", type=int, required=True, help="a memfd with the records of the slots")
+    parser.add_argument("--image-bytes", type=int, required=True)
+    parser.add_argument("--extent-bytes", type=int, required=True)
+    parser.add_argument("--url", required=True, help="where the store is, for example s3://bucket/folder")
+    parser.add_argument("--prefix", default="", help="the folder of kvtier's objects in the store")
+    parser.add_argument("--host", required=True, help="8 hexadecimal digits that name this daemon")
+    parser.add_argument("--reads", type=int, default=16, help="jobs that read at once")
+    parser.add_argument("--writes", type=int, default=4, help="jobs that write at once")
+    parser.add_argument("--call-deadline-s", type=float, required=True, help="for each call of the store")
+    parser.add_argument("--look-every-s", type=float, required=True, help="for what other hosts have put")
+    parser.add_argument("--operation-deadline-s", type=float, required=True)
+    first = parser.add_mutually_exclusive_group(required=True)
+    first.add_argument("--load", action="store_true", help="make the image")
+    first.add_argument("--keep", dest="load", action="store_false", help="the image is made")
+    return parser
+
+
+Make = Callable[[Callable[[wire.ToFront], None]], tuple[StoreMover, Looking]]
+
+
+def _maker(inherited: Inheritance) -> Make:
+    """Opens the image and the store. Raises Refusal."""
+    arguments = inherited.arguments
+    try:
+        # Only here, because a daemon without a store needs no library for it.
+        from kvtierd.tiers.store.obstore_store import ObstoreStore
+    except ImportError as error:
+        message = f"the package obstore is not there ({error}): pip install 'obstore>=0.12,<0.13'"
+        raise Refusal(Reason.MODE_UNSUPPORTED, message, field="store.url", value=arguments.url) from error
+    options = json.loads(os.environ.pop(OPTIONS_VARIABLE, "{}"))
+    try:
+        store = ObstoreStore(arguments.url, options, arguments.call_deadline_s)
+    except StoreError as error:
+        message = f"it cannot be used: {error}"
+        raise Refusal(Reason.MALFORMED, message, field="store.url", value=arguments.url) from error
+    array = np.frombuffer(mmap.mmap(arguments.image_fd, arguments.image_bytes), np.uint8)
+    os.close(arguments.image_fd)
+    geometry = disk_geometry(arguments.image_bytes, arguments.extent_bytes)
+    if arguments.load:
+        format_pool(array, geometry.extent_bytes, geometry.extents, config_digest(geometry))
+    image = PoolRecords(array)
+    shelves = Shelves(store, arguments.prefix, arguments.host)
+    pool = np.frombuffer(inherited.pool, np.uint8)
+
+    def make(send: Callable[[wire.ToFront], None]) -> tuple[StoreMover, Looking]:
+        mover = StoreMover(pool, PoolRecords(pool), image, Locations(image, geometry), shelves)
+        looking = Looking(shelves, arguments.look_every_s, lambda found: send(wire.ToFront(pack_found=found)))
+        return mover, looking
+
+    return make
+
+
+def _handle(message: wire.ToWorker, loop: StoreLoop, inherited: Inheritance) -> None:
+    match message.WhichOneof("body"):
+        case "disk_job":
+            loop.put(read_job(message.disk_job))
+        case "watch_space":
+            loop.watch(message.watch_space)
+        case "unwatch_space":
+            loop.unwatch(message.unwatch_space)
+        case "persist_records":
+            pass  # the image is all there is
+        case "persist_all":
+            done = wire.RecordsPersisted(request=message.persist_all.request)
+            try:
+                inherited.channel.send(wire.ToFront(records_persisted=done).SerializeToString())
+            except ChannelEndedError:
+                pass
+        case kind:
+            raise ProtocolError(f"a message of kind {kind}")
+
+
+if __name__ == "__main__":
+    main()

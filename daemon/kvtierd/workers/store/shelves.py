@@ -1,0 +1,21 @@
+"""The packs of all groups of all namespaces that this worker has to do with."""
+
+from kvtierd.tiers.store.objects import ObjectStore
+from kvtierd.tiers.store.packed import Shelf
+
+
+class Shelves:
+    def __init__(self, store: ObjectStore, prefix: str, host: str) -> None:
+        """As for `Shelf`."""
+        self._store = store
+        self._prefix = prefix
+        self._host = host
+        self._shelves: dict[tuple[bytes, int], Shelf] = {}
+
+    def of(self, namespace: bytes, group: int) -> Shelf:
+        """The shelf of a group, made if there is none. It stays, because slots may refer to its packs."""
+        shelf = self._shelves.get((namespace, group))
+        if shelf is None:
+            shelf = Shelf(self._store, self._prefix, namespace, group, self._host)
+            self._shelves[namespace, group] = shelf
+        return shelf

@@ -1,0 +1,196 @@
+"""Blocks in packs: what one host puts, another finds and reads, and believes nothing that does not fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kvtier_kernels import xxh3_64
+from kvtierd.tiers.store import packed, packs
+from kvtierd.tiers.store.objects import ObjectStore, StoreError, StoreTrouble
+from kvtierd.tiers.store.obstore_store import ObstoreStore
+from kvtierd.tiers.store.packed import SKEW_S, Block, PackNews, Shard, Shelf, Wanted
+
+NAMESPACE = bytes(range(16))
+SIZES = (5_000, 4_096)
+"""Of the shards of a block."""
+
+
+class Clock:
+    now_s = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return ObstoreStore(tmp_path.joinpath("shared").as_uri(), {}, 30.0)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def shelf(store: ObjectStore, clock: Clock, host: str = "0000000a", group: int = 0) -> Shelf:
+    return Shelf(store, "some/where/", NAMESPACE, group, host, clock)
+
+
+def blocks(*numbers: int) -> list[Block]:
+    made = []
+    for number in numbers:
+        random = np.random.default_rng(number)
+        shards = [random.bytes(size) for size in SIZES]
+        made.append(Block(bytes([number]) * 32, [Shard(memoryview(data), xxh3_64(data)) for data in shards]))
+    return made
+
+
+def wanted(news: PackNews, number: int) -> Wanted:
+    place = news.hashes[:, 0].tolist().index(number)
+    buffers = [memoryview(bytearray(size)) for size in SIZES]
+    return Wanted(bytes([number]) * 32, int(news.records[place]), buffers)
+
+
+def right(one: Wanted, number: int) -> bool:
+    [block] = blocks(number)
+    return all(buffer == shard.data for buffer, shard in zip(one.into, block.shards, strict=True))
+
+
+def sums(number: int) -> list[int]:
+    """What a block's shards should give."""
+    [block] = blocks(number)
+    return [shard.checksum for shard in block.shards]
+
+
+def numbers(news: Sequence[PackNews]) -> list[list[int]]:
+    return [each.hashes[:, 0].tolist() for each in news]
+
+
+def test_what_one_host_puts_another_finds_and_reads(store: ObjectStore, clock: Clock) -> None:
+    async def task() -> None:
+        one, other = shelf(store, clock), shelf(store, clock, "0000000b")
+        put = await one.put(blocks(1, 2, 3))
+        assert await one.news(100) == [], "it knows its own"
+        [found] = await other.news(100)
+        assert (found.name, found.hashes.tolist(), found.records.tolist()) == (
+            put.name,
+            put.hashes.tolist(),
+            [0, 2, 4],
+        )
+        some = [wanted(found, number) for number in (3, 1)]
+        assert await other.get(found.name, some) == [sums(3), sums(1)]
+        assert right(some[0], 3)
+        assert right(some[1], 1)
+        assert await other.news(100) == []
+        await one.put(blocks(4))
+        await one.put(blocks(5))
+        assert numbers(await other.news(1)) == [[4]]
+        assert numbers(await other.news(100)) == [[5]]
+
+    asyncio.run(task())
+
+
+def test_other_groups_and_namespaces_have_other_packs(store: ObjectStore, clock: Clock) -> None:
+    async def task() -> None:
+        await shelf(store, clock).put(blocks(1))
+        assert await shelf(store, clock, group=1).news(100) == []
+        assert await Shelf(store, "some/where/", bytes(16), 0, "0000000b", clock).news(100) == []
+
+    asyncio.run(task())
+
+
+def test_a_host_whose_clock_is_behind_is_heard_all_the_same(store: ObjectStore, clock: Clock) -> None:
+    async def task() -> None:
+        late = Clock()
+        late.now_s -= SKEW_S / 2
+        one, behind, reader = (
+            shelf(store, clock),
+            shelf(store, late, "0000000b"),
+            shelf(store, clock, "0000000c"),
+        )
+        await one.put(blocks(1))
+        assert numbers(await reader.news(100)) == [[1]]
+        await behind.put(blocks(2))
+        assert numbers(await reader.news(100)) == [[2]]
+        ahead = Clock()
+        ahead.now_s += 100 * SKEW_S
+        await shelf(store, ahead, "0000000d").put(blocks(3))
+        assert numbers(await reader.news(100)) == [[3]]
+        await one.put(blocks(4))
+        assert numbers(await reader.news(100)) == [[4]], "one wrong clock does not hide the others"
+
+    asyncio.run(task())
+
+
+def test_more_packs_than_one_listing_has(
+    store: ObjectStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "LISTED_AT_ONCE", 3)
+
+    async def task() -> None:
+        one, reader = shelf(store, clock), shelf(store, clock, "0000000b")
+        for number in range(1, 11):
+            await one.put(blocks(number))
+        assert numbers(await reader.news(100)) == [[number] for number in range(1, 11)]
+
+    asyncio.run(task())
+
+
+def test_a_pack_that_was_changed_is_a_miss(store: ObjectStore, clock: Clock, tmp_path: Path) -> None:
+    async def task() -> None:
+        one = shelf(store, clock)
+        put = await one.put(blocks(1, 2))
+        [file] = tmp_path.joinpath("shared").rglob("*.pack")
+        data = bytearray(file.read_bytes())
+        data[packs.head_bytes(4) + 10] ^= 1
+        file.write_bytes(data)
+        some = [wanted(put, number) for number in (1, 2)]
+        first, second = await shelf(store, clock, "0000000b").get(put.name, some)
+        assert first is not None
+        assert first != sums(1), "whoever compares them sees it"
+        assert second == sums(2)
+        assert right(some[1], 2)
+        data[100] ^= 1
+        file.write_bytes(data)
+        reader = shelf(store, clock, "0000000c")
+        assert await reader.get(put.name, some) == [None, None]
+        assert await reader.news(100) == []
+        file.write_bytes(b"something else")
+        assert await shelf(store, clock, "0000000d").news(100) == []
+
+    asyncio.run(task())
+
+
+def test_a_block_of_another_key_or_size_is_a_miss(store: ObjectStore, clock: Clock) -> None:
+    async def task() -> None:
+        one = shelf(store, clock)
+        put = await one.put(blocks(1, 2))
+        own = wanted(put, 1)
+        other_key = Wanted(bytes([2]) * 32, own.record, own.into)
+        shorter = Wanted(own.hash, own.record, [own.into[0][:-1], own.into[1]])
+        one_rank = Wanted(own.hash, own.record, own.into[:1])
+        beyond = Wanted(own.hash, 3, own.into)
+        far = Wanted(own.hash, 1 << 40, own.into)
+        some = [other_key, shorter, one_rank, beyond, far]
+        assert await one.get(put.name, some) == [None] * len(some)
+
+    asyncio.run(task())
+
+
+def test_a_pack_that_has_gone_is_missing(store: ObjectStore, clock: Clock, tmp_path: Path) -> None:
+    async def task() -> None:
+        put = await shelf(store, clock).put(blocks(1))
+        reader = shelf(store, clock, "0000000b")
+        assert await reader.get(put.name, [wanted(put, 1)]) == [sums(1)]
+        for file in tmp_path.joinpath("shared").rglob("*.pack"):
+            file.unlink()
+        with pytest.raises(StoreError) as raised:
+            await reader.get(put.name, [wanted(put, 1)])
+        assert raised.value.trouble is StoreTrouble.MISSING
+
+    asyncio.run(task())

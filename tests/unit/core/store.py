@@ -1,0 +1,44 @@
+"""A machine with a store that it shares with other hosts, and short ways to say what its worker does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from kvtierd.core.actions import DiskJobKind, PostDiskJob, UnwatchSpace, WatchSpace
+from kvtierd.core.ids import Hashes, SpaceId
+from kvtierd.core.stimuli import Drain, PackFound, Resume, Tick
+
+from tests.unit.core.disk import DiskHost
+
+
+class StoreHost(DiskHost):
+    """A machine with a store, whose worker is live, and has found nothing yet."""
+
+    def __init__(self, table: Any, **options: Any) -> None:
+        super().__init__(table, disks=1, shared=True, **options)
+        self.packs = itertools.count(1)
+
+    def watched(self) -> list[WatchSpace | UnwatchSpace]:
+        """A tick, and what the worker is told to look for. The host drains meanwhile, so that the tick puts
+        nothing into the store."""
+        self.do(Drain())
+        self.do(Tick())
+        told = [action for action in self.actions if isinstance(action, WatchSpace | UnwatchSpace)]
+        self.do(Resume())
+        return told
+
+    def found(self, space: SpaceId, hashes: Hashes) -> PostDiskJob:
+        """The worker has found a pack with these blocks. Returns the answer."""
+        pack = next(self.packs)
+        self.do(PackFound(self.disk.worker, pack, space, hashes))
+        [answer] = self.of(PostDiskJob)
+        assert (answer.kind, answer.pack) == (DiskJobKind.ADOPT, pack)
+        return answer
+
+    def adopted(self, space: SpaceId, hashes: Hashes) -> list[int]:
+        """As `found`, and all that is wanted is there. Returns which blocks these were."""
+        answer = self.found(space, hashes)
+        self.disk.finish_all()
+        return [int(each) for each in np.unique(answer.positions)]

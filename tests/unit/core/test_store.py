@@ -1,0 +1,224 @@
+"""A store that hosts share: what its worker is told to look for, what becomes of what it finds, and what is
+forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from kvtierd.core.actions import DiskJobKind, OpenSlots, UnwatchSpace, WatchSpace
+from kvtierd.core.errors import Reason
+from kvtierd.core.ids import DiskId, SpaceId
+from kvtierd.core.stimuli import Drain, EndSession, PackFound, StartScrub, WorkerLost, WriteMode
+
+from tests.unit.core.host import Instance, keys
+from tests.unit.core.store import StoreHost
+
+THEIRS = (1, 2, 3, 4, 5)
+"""What another host has put there."""
+
+
+@pytest.fixture
+def host(table: Any) -> StoreHost:
+    return StoreHost(table)
+
+
+@pytest.fixture
+def one(host: StoreHost) -> Instance:
+    """A live instance, whose space is watched."""
+    one = host.instance()
+    host.watched()
+    return one
+
+
+def space_of(host: StoreHost) -> SpaceId:
+    [instance] = host.machine.core.instances.values()
+    return instance.plans[0].space
+
+
+class TestWatching:
+    def test_the_spaces_of_live_instances_are_watched_once(self, host: StoreHost) -> None:
+        assert host.watched() == []
+        host.instance()
+        [told] = host.watched()
+        assert isinstance(told, WatchSpace)
+        assert (told.space, told.group, told.worker) == (space_of(host), 0, host.disk.worker)
+        assert told.sizes == (4096,)
+        assert host.watched() == []
+
+    def test_another_worker_is_told_anew(self, host: StoreHost, one: Instance) -> None:
+        host.disk.exit()
+        assert host.watched() == []
+        host.disk.live()
+        [told] = host.watched()
+        assert told.worker == host.disk.worker
+
+    def test_what_nobody_uses_is_watched_no_longer(self, host: StoreHost, one: Instance) -> None:
+        space = space_of(host)
+        for session in list(host.machine.core.sessions):
+            host.do(EndSession(session, "over"))
+        assert host.watched() == [UnwatchSpace(host.disk.worker, space)]
+
+
+class TestFinds:
+    def test_what_others_have_put_there_can_be_brought_up(self, host: StoreHost, one: Instance) -> None:
+        answer = host.found(space_of(host), keys(*THEIRS))
+        assert answer.positions.tolist() == [0, 1, 2, 3, 4]
+        [opened] = host.of(OpenSlots)
+        assert opened.disk == 0
+        assert one.hits(*THEIRS) == [], "nothing is there before its worker has said so"
+        host.disk.finish_all()
+        one.lookup(*THEIRS)
+        host.disk.finish_all()
+        assert one.hits(*THEIRS) == list(THEIRS)
+
+    def test_only_what_is_not_known_is_wanted(self, host: StoreHost, one: Instance) -> None:
+        space = space_of(host)
+        assert host.adopted(space, keys(1, 2)) == [0, 1]
+        assert host.adopted(space, keys(1, 2)) == []
+        assert host.adopted(space, keys(2, 3, 1, 4)) == [1, 3]
+
+    def test_what_is_stored_here_and_known_there_is_not_put_again(
+        self, host: StoreHost, one: Instance
+    ) -> None:
+        host.adopted(space_of(host), keys(1, 2))
+        one.stored(1, 2, 3)
+        [job] = host.disk.open_jobs(DiskJobKind.WRITE)
+        assert len(host.disk.core.jobs[job].entries) == 1  # type: ignore[index]
+
+    def test_what_does_not_fit_its_slots_is_not_there(self, host: StoreHost, one: Instance) -> None:
+        host.found(space_of(host), keys(*THEIRS))
+        [job] = host.disk.open_jobs()
+        host.disk.finish(job, failed=[1])
+        one.lookup(*THEIRS)
+        host.disk.finish_all()
+        assert one.hits(*THEIRS) == [1]
+
+    def test_of_a_space_that_is_not_watched_nothing_is_wanted(self, host: StoreHost, one: Instance) -> None:
+        assert host.adopted(SpaceId(99), keys(*THEIRS)) == []
+
+    def test_while_draining_nothing_is_wanted(self, host: StoreHost, one: Instance) -> None:
+        host.do(Drain())
+        assert host.adopted(space_of(host), keys(*THEIRS)) == []
+
+    def test_of_a_pack_with_more_blocks_than_there_is_room_for_the_first_are_kept(
+        self, host: StoreHost, one: Instance
+    ) -> None:
+        wanted = host.adopted(space_of(host), keys(*range(100, 200)))
+        assert wanted == list(range(56)), "56 slots"
+
+    def test_a_worker_that_is_lost_tells_nothing(self, host: StoreHost, one: Instance) -> None:
+        space, lost = space_of(host), host.disk.worker
+        host.do(WorkerLost(lost, "stuck"))
+        before = host.machine.status().counters.late_messages
+        host.do(PackFound(lost, 1, space, keys(*THEIRS)))
+        assert host.machine.status().counters.late_messages == before + 1
+        assert host.actions == []
+
+
+class TestForgetting:
+    @pytest.fixture
+    def known(self, host: StoreHost, one: Instance) -> Instance:
+        host.adopted(space_of(host), keys(*THEIRS))
+        return one
+
+    def blocks(self, host: StoreHost) -> int:
+        return host.disk.status.blocks
+
+    def test_what_is_gone_is_forgotten_and_the_store_is_well(self, host: StoreHost, known: Instance) -> None:
+        known.lookup(*THEIRS)
+        [job] = host.disk.open_jobs(DiskJobKind.READ)
+        host.disk.finish(job, gone=[2, 3])
+        assert known.hits(*THEIRS) == [1, 2, 5]
+        assert self.blocks(host) == 3
+        assert (host.disk.core.tally.errors, host.disk.status.state) == (0, "live")
+
+    def test_what_does_not_match_is_forgotten_and_its_slot_used_again(
+        self, host: StoreHost, known: Instance
+    ) -> None:
+        known.lookup(*THEIRS)
+        [job] = host.disk.open_jobs(DiskJobKind.READ)
+        host.disk.finish(job, corrupt=[0])
+        assert known.hits(*THEIRS) == [2, 3, 4, 5]
+        status = host.disk.status
+        assert (status.blocks, status.corrupt_slots, status.counters.corrupt_blocks) == (4, 0, 1)
+        assert host.adopted(space_of(host), keys(1)) == [0], "another pack may have it as it should be"
+
+    def test_what_could_not_be_read_is_tried_again(self, host: StoreHost, known: Instance) -> None:
+        known.lookup(*THEIRS)
+        [job] = host.disk.open_jobs(DiskJobKind.READ)
+        host.disk.fail(job, "no answer in 10 s")
+        assert host.disk.core.tally.errors == 1
+        known.lookup(*THEIRS)
+        [job] = host.disk.open_jobs(DiskJobKind.READ)
+        host.disk.finish(job)
+        assert known.hits(*THEIRS) == list(THEIRS)
+
+    def test_after_errors_it_is_left_alone_and_one_read_decides(
+        self, host: StoreHost, known: Instance
+    ) -> None:
+        for _ in range(3):
+            known.lookup(*THEIRS)
+            [job] = host.disk.open_jobs(DiskJobKind.READ)
+            host.disk.fail(job, "no answer in 10 s")
+        assert host.disk.status.state == "failing"
+        assert known.lookup(*THEIRS).states.tolist()[:1] == [0]
+        host.now_s += 31
+        host.watched()
+        [probe] = host.disk.open_jobs(DiskJobKind.CHECK)
+        host.disk.finish(probe)
+        assert host.disk.status.state == "live"
+
+    def test_a_probe_of_what_is_gone_forgets_it_and_the_store_is_well(
+        self, host: StoreHost, known: Instance
+    ) -> None:
+        for _ in range(3):
+            known.lookup(*THEIRS)
+            [job] = host.disk.open_jobs(DiskJobKind.READ)
+            host.disk.fail(job, "no answer in 10 s")
+        host.now_s += 31
+        host.watched()
+        [probe] = host.disk.open_jobs(DiskJobKind.CHECK)
+        host.disk.finish(probe, gone=[0])
+        assert (host.disk.status.state, self.blocks(host)) == ("live", 4)
+
+    def test_with_its_worker_goes_what_only_that_knew(self, host: StoreHost, known: Instance) -> None:
+        known.lookup(*THEIRS)
+        host.disk.lose()
+        assert self.blocks(host) == 5
+        host.disk.exit()
+        assert self.blocks(host) == 0
+        assert known.lookup(*THEIRS).states.tolist()[:1] == [0]
+
+    def test_what_is_still_on_the_host_is_put_again(self, table: Any) -> None:
+        host = StoreHost(table, mode=WriteMode.ON_REUSE)
+        one = host.instance()
+        host.watched()
+        one.stored(1, 2)
+        assert host.disk.open_jobs() == []
+        one.lookup(1, 2)
+        host.disk.finish_all()
+        assert self.blocks(host) == 2
+        host.disk.exit()
+        host.disk.live()
+        one.lookup(1, 2)
+        assert self.blocks(host) == 0
+
+
+class TestPuts:
+    def test_a_pack_has_blocks_of_one_space(self, host: StoreHost, one: Instance) -> None:
+        other = host.instance("another", fields=b"other")
+        host.disk.exit()
+        one.stored(1, 2)
+        other.stored(3)
+        host.disk.live()
+        host.watched()
+        jobs = [host.disk.core.jobs[job] for job in host.disk.open_jobs(DiskJobKind.WRITE)]  # type: ignore[index]
+        table = host.disk.core.blocks.table
+        assert all(len(np.unique(table.spaces(job.entries))) == 1 for job in jobs)
+
+    def test_it_is_not_scrubbed(self, host: StoreHost) -> None:
+        refused = host.refused(StartScrub(DiskId(0)))
+        assert refused.reason is Reason.MODE_UNSUPPORTED
+        assert "when it is read" in refused.message
