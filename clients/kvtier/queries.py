@@ -46,10 +46,6 @@ class Chain:
         if self.blocks < 1:
             raise KvtierError(Reason.MALFORMED, "must be at least 1", field="chain.blocks", value=self.blocks)
 
-    def to_proto(self) -> cache_pb2.Chain:
-        """Returns it as it is sent with a store."""
-        return cache_pb2.Chain(blocks=self.blocks, previous_hash=self.previous)
-
 
 @dataclass(frozen=True, slots=True)
 class GroupQuery:

@@ -29,4 +29,6 @@ def in_batches(requests: Iterable[cache_pb2.AttachRequest]) -> Iterator[cache_pb
 def _joined(batch: list[cache_pb2.AttachRequest]) -> cache_pb2.AttachRequest:
     if len(batch) == 1:
         return batch[0]
-    return cache_pb2.AttachRequest(batch=cache_pb2.RequestBatch(requests=batch))
+    joined = cache_pb2.AttachRequest()
+    joined.batch.requests.extend(batch)
+    return joined

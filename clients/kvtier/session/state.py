@@ -424,18 +424,18 @@ class ProtocolState:
         may be sent with the next one, and its end be reported a little later, with that of others."""
         self.counters.stores += 1
         record, signals = self._submit("store", len(block_ids), doorbell, None)
-        if signals is not None:
-            request = cache_pb2.StoreRequest(
-                signals=signals,
-                group=group,
-                hashes=hashes,
-                block_ids=block_ids,
-                retention=None if retention is None or retention.plain else retention.to_proto(),
-                lazily=lazily,
-                chains=[chain.to_proto() for chain in chains],
-            )
+        if record.part is not None:
+            request = {
+                "signals": signals,
+                "group": group,
+                "hashes": hashes,
+                "block_ids": block_ids,
+                "retention": None if retention is None or retention.plain else retention.to_proto(),
+                "lazily": lazily,
+                "chains": [{"blocks": chain.blocks, "previous_hash": chain.previous} for chain in chains],
+            }
             send = self._send_lazily if lazily else self._send
-            send(Submitted(record, signals.ticket), store=request)
+            send(Submitted(record, record.part.ticket), store=request)
         return record
 
     def load(
@@ -459,18 +459,19 @@ class ProtocolState:
             message = "the lease is of an earlier epoch, released, or used by another load: look up again"
             error = KvtierError(Reason.UNKNOWN_LEASE, message, field="lease", value=lease.lease_id)
         record, signals = self._submit("load", len(block_ids), doorbell, error)
-        if signals is not None and attachment is not None:
-            request = cache_pb2.LoadRequest(
-                signals=signals,
-                group=group,
-                lease_id=lease.lease_id,
-                first=first,
-                block_ids=block_ids,
-                keep_lease=keep_lease,
-            )
+        if record.part is not None and attachment is not None:
+            request = {
+                "signals": signals,
+                "group": group,
+                "lease_id": lease.lease_id,
+                "first": first,
+                "block_ids": block_ids,
+                "keep_lease": keep_lease,
+            }
             if not keep_lease:
                 attachment.leases.load(lease.lease_id)
-            self._send(Submitted(record, signals.ticket, 0 if keep_lease else lease.lease_id), load=request)
+            pending = Submitted(record, record.part.ticket, 0 if keep_lease else lease.lease_id)
+            self._send(pending, load=request)
         return record
 
     def release(self, lease: Lease) -> None:
@@ -529,6 +530,8 @@ class ProtocolState:
             self._send(pending, **body)
 
     def _queue(self, pending: Pending | None, body: dict[str, object]) -> None:
+        """`body` has one message, or a dict of its fields: protobuf copies a message that is put into another
+        one, which takes longer than making it."""
         request_id = 0 if pending is None else self._next_id
         self._outgoing.append(cache_pb2.AttachRequest(id=request_id, **body))  # type: ignore[arg-type]
         if pending is not None:
@@ -549,13 +552,14 @@ class ProtocolState:
 
     def _submit(
         self, direction: Direction, count: int, doorbell: Doorbell | None, problem: KvtierError | None
-    ) -> tuple[transfers.TransferRecord, cache_pb2.Signals | None]:
-        """Returns a record, and the signals to submit it with. Without signals it has ended already."""
+    ) -> tuple[transfers.TransferRecord, dict[str, int]]:
+        """Returns a record, and the fields of the signals to submit it with. Without a part it has ended
+        already."""
         record = transfers.TransferRecord(direction, count, self._make_event())
         attachment = self._attachment
         if count == 0:
             record.end(transfers.Outcome(transfers.TransferState.DONE, fenced=True))
-            return record, None
+            return record, {}
         problem = self._why_not_now() or problem
         if problem is None and attachment is not None:
             if count > (most := attachment.transfer_blocks_max):
@@ -569,15 +573,18 @@ class ProtocolState:
                 ticket, word = taken
                 record.part = PartRef(attachment.epoch, ticket, word, direction)
                 attachment.transfers[ticket] = record
-                signals = cache_pb2.Signals(ticket=ticket, part_word=word, gate=GATE_NONE)
+                signals: dict[str, int] = {"ticket": ticket, "part_word": word, "gate": GATE_NONE}
                 if doorbell is not None:
-                    signals.gate = GATE_DOORBELL
-                    signals.doorbell, signals.doorbell_value = doorbell.index, doorbell.value
+                    signals |= {
+                        "gate": GATE_DOORBELL,
+                        "doorbell": doorbell.index,
+                        "doorbell_value": doorbell.value,
+                    }
                 return record, signals
         assert problem is not None
         self.counters.submits_refused += 1
         record.end(transfers.refused(problem))
-        return record, None
+        return record, {}
 
     def _on_welcome(self, hello: HelloRecord, welcome: cache_pb2.Welcome) -> None:
         if missing := sorted(set(FEATURES).difference(welcome.features)):

@@ -37,12 +37,17 @@ class KnownBlocks:
         """Remembers that the daemon has these blocks now, kept like this."""
         until_s = self._clock() + min(KNOWN_S, kept.ttl_s * KNOWN_TTL_PART)
         plain = kept is PLAIN or kept == PLAIN
-        for block_hash in hashes:
-            self._put(block_hash, until_s)
-            if not plain:
-                self._lesser[block_hash] = kept
-            elif self._lesser:
-                self._lesser.pop(block_hash, None)
+        if self._until_s.keys().isdisjoint(hashes):
+            self._until_s.update(dict.fromkeys(hashes, until_s))
+        else:
+            for block_hash in hashes:
+                self._put(block_hash, until_s)
+        if not plain or self._lesser:
+            for block_hash in hashes:
+                if plain:
+                    self._lesser.pop(block_hash, None)
+                else:
+                    self._lesser[block_hash] = kept
         self._bound()
 
     def seen(self, hashes: Sequence[bytes]) -> None:

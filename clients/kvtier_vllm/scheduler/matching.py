@@ -130,10 +130,10 @@ class Matcher:
     clock: Callable[[], float] = time.monotonic
     in_parts: bool = True
     """Whether readable blocks that are not leased yet are promised as well, behind some that are."""
-    block_s: float = 0.0
-    """The seconds in which the engine computes a unit; 0 if that is not known."""
-    step_s: float = 0.0
-    """The seconds until a request that was answered None is asked about again; 0 for hardly any."""
+    block_s: Callable[[], float] = float
+    """Returns the seconds in which the engine computes a unit; 0 if that is not known."""
+    step_s: Callable[[], float] = float
+    """Returns the seconds until a request that was answered None is asked about again; 0 for hardly any."""
     counters: MatchCounters = field(default_factory=MatchCounters)
     _now_s: float = field(init=False, default=0.0)
     """When this step began."""
@@ -331,7 +331,7 @@ class Matcher:
         since_s = self._since_s.get(request, now_s)
         if self._stuck.get(end_hash, 0.0) > now_s:
             self._settle(request, match)
-        elif now_s - since_s + self.step_s >= self._patience_s(match):
+        elif now_s - since_s + self.step_s() >= self._patience_s(match):
             if match.waiting:
                 self.counters.waits_in_vain += 1
             if now_s - match.end_since_s >= self.pending_wait_s / 2:
@@ -358,9 +358,10 @@ class Matcher:
 
     def _patience_s(self, match: _Match) -> float:
         """Returns how many seconds a request waits for what is PENDING, in all."""
-        if not self.block_s:
+        block_s = self.block_s()
+        if not block_s:
             return self.pending_wait_s
-        return min(self.pending_wait_s, (match.asked_end - match.end) * self.block_s)
+        return min(self.pending_wait_s, (match.asked_end - match.end) * block_s)
 
     def _leave(self, match: _Match, blocks: int) -> None:
         """Counts a request of which so many units can be loaded that are not worth it."""

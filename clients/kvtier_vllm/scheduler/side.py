@@ -106,6 +106,8 @@ class SchedulerSide:
             config.pending_wait_s,
             config.pending_poll_s,
             in_parts=in_parts,
+            block_s=lambda: self._worth.token_s * groups.unit_tokens if self._judges else 0.0,
+            step_s=lambda: self._worth.step_s if self._judges and self._busy else 0.0,
         )
         self._prefill = prefill
         self._events = events
@@ -120,6 +122,10 @@ class SchedulerSide:
         self._worth = Worth(lambda: config.prefill_tokens_per_s if prefill is None else prefill.tokens_per_s)
         self._computed: Collection[str] = ()
         """The requests that the last step has computed."""
+        self._judges = not config.min_load_tokens
+        """Whether it is judged what is loaded sooner than computed, and not set."""
+        self._busy = False
+        """Whether a load in this step shares its steps with requests that are being computed."""
         self._least: int | None = None
         """The fewest units that are loaded; None: to be found out for this step."""
         self._step_client_known = False
@@ -742,14 +748,12 @@ class SchedulerSide:
         """Returns the fewest units that are loaded in this step, by the setting, or else by what is computed
         sooner. The latter is judged only if a load shares its steps with requests that are being computed."""
         if self._least is None:
-            tokens = self._config.min_load_tokens
-            busy = any(request in self._requests for request in self._computed)
-            if not busy:
+            tokens = self._config.min_load_tokens or 1
+            self._busy = not self._requests.keys().isdisjoint(self._computed)
+            if not self._busy:
                 self._matcher.nothing_runs()
-            if not tokens:
-                tokens = self._worth.least_tokens() if busy else 1
-                self._matcher.block_s = self._worth.token_s * self._groups.unit_tokens
-                self._matcher.step_s = self._worth.step_s if busy else 0.0
+            elif self._judges:
+                tokens = self._worth.least_tokens()
             self._least = max(1, -(-tokens // self._groups.unit_tokens))
         return self._least
 

@@ -165,7 +165,8 @@ class Storer:
         """Stores by numbers of our own, because tickets begin anew with each client."""
         self.planned: dict[tuple[int, bool, float, AdapterId | None], list[_Share]] = {}
         """What the next `submit` is to store, by group, how it is kept, and its adapter."""
-        self._planned_hashes: set[tuple[int, bytes]] = set()
+        self._planned_hashes: tuple[set[bytes], ...] = tuple(set() for _ in groups.shapes)
+        """Their hashes, by group."""
         self._planned_blocks = 0
         self._readers: dict[int, list[int]] = {}
         """The stores that read a block which may leave its request; several if requests share it."""
@@ -217,7 +218,9 @@ class Storer:
             request.next_block[group] = len(block_ids)
             return
         first = request.next_block[group]
-        end = min(len(block_ids), first + self._most(client))
+        end = len(block_ids)
+        if end > first + 1:  # a request that decodes fills one block at a time
+            end = min(end, first + self._most(client))
         end, indexes = self._new(client, group, hashes, first, end, request.kept)
         if self._groups.shapes[group].window_blocks:
             indexes = [index for index in indexes if block_ids[index]]
@@ -266,13 +269,14 @@ class Storer:
             request.next_block[group] = min(request.next_block[group], indexes[0])
             return
         # What another request of this step stores as well need not be stored twice.
-        news = [place for place, one in enumerate(hashes) if (group, one) not in self._planned_hashes]
-        if not news:
-            return
-        if len(news) < len(hashes):
+        taken = self._planned_hashes[group]
+        if not taken.isdisjoint(hashes):
+            news = [place for place, one in enumerate(hashes) if one not in taken]
+            if not news:
+                return
             hashes = [hashes[place] for place in news]
             indexes, sources = [indexes[place] for place in news], [sources[place] for place in news]
-        self._planned_hashes.update((group, one) for one in hashes)
+        taken.update(hashes)
         self._planned_blocks += len(hashes)
         chains = _chains(indexes, prompt)
         share = _Share(name, request, request, hashes, indexes, sources, chains)
@@ -285,7 +289,8 @@ class Storer:
         """Submits what was planned: blocks that are full, and computed when the store doorbell says `step`.
         Returns what the workers are to follow."""
         planned, self.planned = self.planned, {}
-        self._planned_hashes.clear()
+        for taken in self._planned_hashes:
+            taken.clear()
         self._planned_blocks = 0
         orders = []
         for (group, _, _, adapter), shares in planned.items():
@@ -600,7 +605,7 @@ def _judged(results: Sequence[StoreResult], succeeded: bytes) -> tuple[list[int]
 def _chains(indexes: Sequence[int], prompt: Sequence[bytes]) -> list[Chain]:
     """Returns how blocks of a request belong together: one chain for each run of indexes without a gap, after
     the block of the prompt that comes before it."""
-    if len(indexes) == 1:  # a request that decodes fills one block at a time
+    if len(indexes) == 1:
         first = indexes[0]
         return [Chain(1, prompt[first - 1] if 0 < first <= len(prompt) else b"")]
     chains = []

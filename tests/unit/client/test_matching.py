@@ -311,14 +311,14 @@ def test_it_takes_what_there_is_when_its_patience_is_over_and_waits_no_more(worl
 def test_it_waits_no_longer_than_computing_takes(world: World) -> None:
     prompt = world.prompt("r")
     world.states[prompt[4]] = PENDING
-    world.matcher.block_s = 0.05
+    world.matcher.block_s = lambda: 0.05
     started_s = world.peer.now_s
     assert world.run("r", 10) == 4
     assert (BLOCKS - 4) * 0.05 <= world.peer.now_s - started_s < (BLOCKS - 4) * 0.05 + 0.1
     assert world.matcher._stuck == {}, "a request with more to compute waits for it all the same"
     prompt = world.prompt("not at all")
     world.states[prompt[4]] = PENDING
-    world.matcher.step_s = (BLOCKS - 4) * 0.05
+    world.matcher.step_s = lambda: (BLOCKS - 4) * 0.05
     assert world.match("not at all") == 4, "before the next step it is computed"
 
 
