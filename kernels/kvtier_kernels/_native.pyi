@@ -307,7 +307,7 @@ class BlockTable:
     def pins(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint32]:
         """Number of pins of each entry."""
 
-    def flags(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint8]:
+    def flags(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint16]:
         """Flags of each entry."""
 
     def set_flags(self, entries: numpy.typing.NDArray[numpy.uint32], flags: int) -> None:

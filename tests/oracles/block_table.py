@@ -416,8 +416,8 @@ class BlockTable:
     def pins(self, entries: U32) -> U32:
         return np.array([block.pins for block in self._blocks(entries)], np.uint32)
 
-    def flags(self, entries: U32) -> U8:
-        return np.array([block.flags for block in self._blocks(entries)], np.uint8)
+    def flags(self, entries: U32) -> U16:
+        return np.array([block.flags for block in self._blocks(entries)], np.uint16)
 
     def set_flags(self, entries: U32, flags: int) -> None:
         for block in self._blocks(entries):

@@ -339,8 +339,8 @@ class Cache:
 
     def scrub(self) -> list[str]:
         """Has every block on the disks compared with its checksum. Returns the paths of the disks where that
-        has begun. Raises Refusal if there are no disks."""
-        if not len(self.disks):
+        has begun. Raises Refusal if there are no disks. A store is not compared as a whole."""
+        if all(disk.shared for disk in self.disks):
             raise Refusal(
                 Reason.MODE_UNSUPPORTED,
                 "there is no disk tier: set disk.paths, and start the daemon again",
@@ -349,7 +349,7 @@ class Cache:
             )
         begun = []
         for disk, status in zip(self.disks, self._machine.status().disks, strict=True):
-            if status.state == "live" and not status.scrubbing:
+            if status.state == "live" and not status.scrubbing and not disk.shared:
                 self.handle(stimuli.StartScrub(disk.number))
                 begun.append(disk.place)
         return begun

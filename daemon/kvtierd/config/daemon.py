@@ -405,7 +405,7 @@ def load(
     check_remote(config.remote, reading.refuse)
     has_disks = bool(config.disk.paths) or reading.broken("disk.paths")
     check_disks(config.disk, reading.refuse, wanted=has_disks)
-    check_store(config.store, reading.refuse, has_disks=has_disks)
+    check_store(config.store, reading.refuse)
     reading.raise_errors()
     return Loaded(config, reading.given, file)
 

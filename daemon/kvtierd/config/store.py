@@ -104,13 +104,10 @@ class StoreConfig:
         )
 
 
-def check_store(store: StoreConfig, refuse: Refuse, *, has_disks: bool) -> None:
+def check_store(store: StoreConfig, refuse: Refuse) -> None:
     """Refuses settings that are wrong only together with others."""
     if not store.url:
         return
-    if has_disks:
-        advice = "a daemon has disks or a store below its memory, not both yet: leave disk.paths out, or this"
-        refuse("store.url", store.url, advice, "disk.paths")
     check_extents(refuse, "store", store.size, 0)
     if store.size > DISK_BYTES_MAX:
         refuse("store.size", s.format_size(store.size), f"write at most {s.format_size(DISK_BYTES_MAX)}")

@@ -56,7 +56,8 @@ class Machine:
         integrity: stimuli.CoreIntegrity | None = None,
         disks: Sequence[tuple[BlockTable, PoolGeometry]] = (),
         disk_policy: stimuli.CoreDisks | None = None,
-        shared: bool = False,
+        store: tuple[BlockTable, PoolGeometry] | None = None,
+        store_policy: stimuli.CoreDisks | None = None,
         randomness: np.random.Generator | None = None,
         shares: Mapping[str, TenantShare] | None = None,
         policy: stimuli.PoolPolicy | None = None,
@@ -70,8 +71,8 @@ class Machine:
         anything.
 
         `disks` has, for each disk in the order of their ids, an empty table of its own and the geometry of
-        its slab file. No disk is used before its `DiskRecovered`. With `shared` there is one, and it is a
-        store that other hosts use as well. `randomness` chooses what is sampled.
+        its slab file. `store` has the same for a store that other hosts use as well; its id follows those of
+        the disks. None of them is used before its `DiskRecovered`. `randomness` chooses what is sampled.
         `shares` has what is configured for tenants, by name. `policy` says which blocks of the host go first;
         None: as the table does it.
         """
@@ -82,13 +83,14 @@ class Machine:
             limits,
             disk_policy=disk_policy or stimuli.CoreDisks(),
             disk_shelves=disks,
-            shared=shared,
+            store_policy=store_policy or stimuli.CoreDisks(),
+            store_shelf=store,
             tenants=Tenants(shares or {}),
             epoch_ids=itertools.count(first_epoch),
         )
         """For the validator and for tests to look at; nobody else changes anything in it."""
         self._of_disks = of_disks = DiskTier(self.core)
-        self.tier: Tier = of_disks if disks else NoTier()
+        self.tier: Tier = of_disks if self.core.below else NoTier()
         """What is below the host, for its tests."""
         self._every_lookup = False
         if policy is not None:
@@ -192,13 +194,13 @@ class Machine:
         self._sampler.bytes_per_s = rate
         blocks = self.core.blocks
         blocks.integrity = replace(blocks.integrity, sample_bytes_per_s=rate)
-        self.tier.reconfigure(stimulus.disks)
+        self.tier.reconfigure(stimulus.disks, stimulus.store)
         self._keep_by(stimulus.policy)
 
     def _keep_by(self, policy: stimuli.PoolPolicy) -> None:
         core, ranked = self.core, self.core.blocks.ranks
         core.blocks.keep_by(policy)
-        for disk in core.disks.all:
+        for disk in core.below.all:
             disk.blocks.keep_by(policy)
         if core.blocks.ranks != ranked:
             core.shadow.begin()
@@ -247,7 +249,7 @@ class Machine:
     def is_idle(self) -> bool:
         """Whether nothing waits for a tick: nothing is held or under way, and there are no disks."""
         core = self.core
-        return not (core.leases or core.transfers or core.pages.filling or core.disks.all)
+        return not (core.leases or core.transfers or core.pages.filling or core.below)
 
     def transfer(self, session: SessionId, epoch: Epoch, ticket: Ticket) -> TransferEnded | None:
         """How a transfer of the session's instance ended; None while it is active.
@@ -359,7 +361,7 @@ class Machine:
             counters=copy.copy(core.tally),
             draining=core.draining,
             shadow=core.shadow.status(),
-            disks=tuple(disk.status(self._clock(), core.disks.policy) for disk in core.disks.all),
+            disks=tuple(disk.status(self._clock()) for disk in core.below.all),
             tenants=tenants_status(core),
         )
 

@@ -481,12 +481,13 @@ class ClearBlocks(Stimulus):
 @dataclass(frozen=True, slots=True)
 class Reconfigure(Stimulus):
     """Goes on with another policy. Limits that clients were told, and everything that memory was reserved
-    for, stay as they were at the start: from `disks`, the queue sizes and the size of a job are not taken
-    over."""
+    for, stay as they were at the start: from `disks` and `store`, the queue sizes and the size of a job are
+    not taken over."""
 
     sample_bytes_per_s: int
     disks: "CoreDisks"
     policy: "PoolPolicy"
+    store: "CoreDisks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,7 +577,7 @@ class WriteMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CoreDisks:
-    """The disk tier's policy; numbers are positive where nothing else is said."""
+    """The policy of the disks, or of the store; numbers are positive where nothing else is said."""
 
     mode: WriteMode = WriteMode.BACK
     write_queue_bytes: int = 256 << 20

@@ -181,16 +181,20 @@ def open_disks(config: Config) -> Iterator[DiskFile]:
 
 
 def open_store(config: Config) -> Iterator[DiskFile]:
-    """The store, if there is one, with an empty image: it takes the place of a disk. Raises ConfigError."""
+    """The store, if there is one, with an empty image. It follows the disks."""
     if config.store.url:
-        yield DiskFile(DiskId(0), config.store.url, DiskImage(disk_geometry(config.store.size)))
+        number, image = DiskId(len(config.disk.paths)), DiskImage(disk_geometry(config.store.size))
+        yield DiskFile(number, config.store.url, image, shared=True)
 
 
-def policy_below(config: Config) -> CoreDisks:
-    """The policy of what is below the host."""
-    if config.store.url:
-        return config.store.to_core()
+def disk_policy(config: Config) -> CoreDisks:
+    """The policy of the disks."""
     return replace(config.disk.to_core(), tenants=writable_tenants(config) if config.disk.paths else None)
+
+
+def _shelf(disk: DiskFile) -> tuple[BlockTable, PoolGeometry]:
+    """What the core is told of a disk or of the store."""
+    return _block_table(disk.image.geometry, disk.image.bytes), disk.image.geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +302,10 @@ class _Daemon:
             first_epoch=first_epoch(self._pool.boot_nonce),
             integrity=config.integrity.to_core(),
             randomness=np.random.default_rng(),
-            disks=[
-                (_block_table(disk.image.geometry, disk.image.bytes), disk.image.geometry)
-                for disk in self._disks
-            ],
-            disk_policy=policy_below(config),
-            shared=bool(config.store.url),
+            disks=[_shelf(disk) for disk in self._disks if not disk.shared],
+            disk_policy=disk_policy(config),
+            store=next((_shelf(disk) for disk in self._disks if disk.shared), None),
+            store_policy=config.store.to_core(),
             shares={each.tenant: each.share for each in config.server.tenant_shares},
             policy=PoolPolicy(config.pool.policy),
         )
@@ -402,8 +404,9 @@ class _Daemon:
     def _below(self, disk: DiskFile) -> BelowOptions:
         """What the worker of a disk, or of the store, is told."""
         config, store, image = self._config.disk, self._config.store, disk.image
-        if store.url:
+        if disk.shared:
             return StoreOptions(
+                number=disk.number,
                 url=store.url,
                 prefix="",
                 options=dict(store.options),
@@ -476,7 +479,7 @@ class _Daemon:
                 policy = PoolPolicy(config.pool.policy)
                 self._learnt.save(cache)  # another policy forgets it
                 ranked = cache.ranks
-                cache.handle(Reconfigure(rate, policy_below(config), policy))
+                cache.handle(Reconfigure(rate, disk_policy(config), policy, config.store.to_core()))
                 if not ranked:
                     self._learnt.restore(cache)
                 connections.silence_s = config.server.session_silence_s

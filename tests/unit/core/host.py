@@ -107,7 +107,8 @@ class Host:
         integrity: CoreIntegrity | None = None,
         shares: Mapping[str, TenantShare] | None = None,
         populated: int | None = None,
-        shared: bool = False,
+        store: PoolGeometry | None = None,
+        store_policy: CoreDisks | None = None,
     ) -> None:
         """`table`: the class of the block table, or a table."""
         make = table if isinstance(table, type) else type(table)
@@ -124,7 +125,8 @@ class Host:
             integrity=integrity,
             shares=shares,
             populated=populated,
-            shared=shared,
+            store=None if store is None else (make(256, pages_of(store)), store),
+            store_policy=store_policy,
         )
         self.actions: list[Action] = []
         """Of the last stimulus."""

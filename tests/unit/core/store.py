@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from kvtierd.core.actions import DiskJobKind, PostDiskJob, UnwatchSpace, WatchSpace
 from kvtierd.core.ids import Hashes, SpaceId
-from kvtierd.core.stimuli import Drain, PackFound, Resume, Tick
+from kvtierd.core.stimuli import Drain, PackFound, Resume, Tick, WriteMode
 
 from tests.unit.core.disk import DiskHost
 
@@ -17,7 +17,8 @@ class StoreHost(DiskHost):
     """A machine with a store, whose worker is live, and has found nothing yet."""
 
     def __init__(self, table: Any, **options: Any) -> None:
-        super().__init__(table, disks=1, shared=True, **options)
+        mode = options.pop("mode", WriteMode.THROUGH)
+        super().__init__(table, disks=options.pop("disks", 0), store=mode, **options)
         self.packs = itertools.count(1)
 
     def watched(self) -> list[WatchSpace | UnwatchSpace]:
@@ -32,7 +33,7 @@ class StoreHost(DiskHost):
     def found(self, space: SpaceId, hashes: Hashes) -> PostDiskJob:
         """The worker has found a pack with these blocks. Returns the answer."""
         pack = next(self.packs)
-        self.do(PackFound(self.disk.worker, pack, space, hashes))
+        self.do(PackFound(self.disks[-1].worker, pack, space, hashes))
         [answer] = self.of(PostDiskJob)
         assert (answer.kind, answer.pack) == (DiskJobKind.ADOPT, pack)
         return answer
@@ -40,5 +41,5 @@ class StoreHost(DiskHost):
     def adopted(self, space: SpaceId, hashes: Hashes) -> list[int]:
         """As `found`, and all that is wanted is there. Returns which blocks these were."""
         answer = self.found(space, hashes)
-        self.disk.finish_all()
+        self.disks[-1].finish_all()
         return [int(each) for each in np.unique(answer.positions)]

@@ -44,4 +44,4 @@ class Watching:
         """Nobody knows any more where the store's blocks are: the next worker has to find them anew. Those
         that the worker may still be reading go with its jobs."""
         disk.watched = {}
-        self._core.disks.forget_everything(disk)
+        disk.level.forget_everything(disk)
