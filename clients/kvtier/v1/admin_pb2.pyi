@@ -977,6 +977,7 @@ class DiskStatus(google.protobuf.message.Message):
     SCRUB_BLOCKS_FIELD_NUMBER: builtins.int
     SCRUBBED_BLOCKS_FIELD_NUMBER: builtins.int
     ENCRYPTED_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     path: builtins.str
     state: builtins.str
     """"starting", "live", "off" (its worker cannot use it, or is being replaced), "failing" (too many errors; it is tried
@@ -1014,6 +1015,10 @@ class DiskStatus(google.protobuf.message.Message):
     scrubbed_blocks: builtins.int
     encrypted: builtins.bool
     """Whether its blocks are encrypted (disk.encryption_keys)."""
+    shared: builtins.bool
+    """Whether it is the store that hosts share (store.url), which comes after the disks. `used_bytes` and `blocks` are
+    then what this host knows of it, of `capacity_bytes` at most.
+    """
     def __init__(
         self,
         *,
@@ -1042,8 +1047,9 @@ class DiskStatus(google.protobuf.message.Message):
         scrub_blocks: builtins.int = ...,
         scrubbed_blocks: builtins.int = ...,
         encrypted: builtins.bool = ...,
+        shared: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "corrupt_blocks", b"corrupt_blocks", "corrupt_slots", b"corrupt_slots", "direct_io", b"direct_io", "encrypted", b"encrypted", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "path", b"path", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_bytes_per_s", b"read_bytes_per_s", "reading_bytes", b"reading_bytes", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "scrub_blocks", b"scrub_blocks", "scrubbed_blocks", b"scrubbed_blocks", "state", b"state", "used_bytes", b"used_bytes", "why", b"why", "write_bytes_per_s", b"write_bytes_per_s", "writing_bytes", b"writing_bytes", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "corrupt_blocks", b"corrupt_blocks", "corrupt_slots", b"corrupt_slots", "direct_io", b"direct_io", "encrypted", b"encrypted", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "path", b"path", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_bytes_per_s", b"read_bytes_per_s", "reading_bytes", b"reading_bytes", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "scrub_blocks", b"scrub_blocks", "scrubbed_blocks", b"scrubbed_blocks", "shared", b"shared", "state", b"state", "used_bytes", b"used_bytes", "why", b"why", "write_bytes_per_s", b"write_bytes_per_s", "writing_bytes", b"writing_bytes", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]) -> None: ...
 
 global___DiskStatus = DiskStatus
 

@@ -94,7 +94,7 @@ class DeviceSnapshot:
 @dataclass(frozen=True, slots=True)
 class DiskSnapshot:
     path: str
-    """The directory."""
+    """The directory, or the URL of the store."""
     capacity_bytes: int
     state: str
     """"starting", "live", "off" or "failing"."""
@@ -108,6 +108,8 @@ class DiskSnapshot:
     recovery_s: float
     core: DiskStatus
     encrypted: bool = False
+    shared: bool = False
+    """Whether it is the store."""
 
     @classmethod
     def of(cls, disk: DiskFile, core: DiskStatus, device: SupervisedDevice) -> Self:
@@ -126,6 +128,7 @@ class DiskSnapshot:
             recovery_s=start.seconds if start else 0.0,
             core=core,
             encrypted=disk.encrypted,
+            shared=disk.shared,
         )
 
 

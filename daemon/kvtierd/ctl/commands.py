@@ -263,7 +263,7 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
     with _admin(_path(socket)) as admin:
 
         def disks() -> dict[str, admin_pb2.DiskStatus]:
-            return {disk.path: disk for disk in _status(admin).disks}
+            return {disk.path: disk for disk in _status(admin).disks if not disk.shared}
 
         before = disks()
         admin.Scrub(admin_pb2.ScrubRequest(), timeout=TIMEOUT_S, wait_for_ready=False)

@@ -9,6 +9,7 @@ from kvtierd.config import daemon as config
 from kvtierd.config.daemon import Config
 from kvtierd.config.settings import ConfigError
 from kvtierd.core.stimuli import WriteMode
+from kvtierd.service import serve
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +53,13 @@ def test_options_are_text_or_a_table(tmp_path: Path) -> None:
         load(url="s3://b", options="region")
 
 
-def test_it_does_not_go_with_disks() -> None:
-    with pytest.raises(ConfigError) as raised:
-        config.load(None, {"store.url": "s3://b", "disk.paths": "/a", "disk.size": "1GiB"}, {})
-    assert "store.url" in str(raised.value)
-    assert "disk.paths" in str(raised.value)
+def test_there_may_be_disks_as_well() -> None:
+    read = config.load(None, {"store.url": "s3://b", "disk.paths": "/a", "disk.size": "1GiB"}, {}).config
+    [disk, store] = [*serve.open_disks(read), *serve.open_store(read)]
+    assert (disk.number, disk.place, disk.shared) == (0, "/a", False)
+    assert (store.number, store.place, store.shared) == (1, "s3://b", True)
+    for each in (disk, store):
+        each.image.close()
 
 
 def test_sizes_have_to_be_possible() -> None:
