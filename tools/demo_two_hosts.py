@@ -156,9 +156,7 @@ def story(stack: ExitStack) -> dict[str, Any]:
     if URL in os.environ:
         return figures
 
-    say(
-        "\n6. Would host B notice a wrong byte? One is flipped in each object, and host B forgets its memory."
-    )
+    say("\n6. Would host B notice a wrong byte? One is flipped in each object, and B loses its memory.")
     settle(other.daemon)
     other.die()
     packs = flip(Path(store[URL].removeprefix("file://")))
@@ -189,9 +187,7 @@ def verdict(figures: dict[str, Any]) -> list[str]:
     """Returns what did not hold, in plain sentences."""
     wrong = []
     if figures["restored_tokens"] != figures["expected_tokens"]:
-        wrong.append(
-            f"{figures['restored_tokens']} tokens came from host A, not {figures['expected_tokens']}"
-        )
+        wrong.append(f"{figures['restored_tokens']} tokens came back, not {figures['expected_tokens']}")
     if not figures["bit_identical"]:
         wrong.append("host B's answer differs from host A's")
     if figures.get("refused_blocks", 1) < 1:
@@ -219,12 +215,12 @@ def main() -> int:
         return 1
     wrong = verdict(figures)
     if wrong:
-        say(f"\nThe demo failed: {'; '.join(wrong)}. See {OUT}.")
+        say(f"\nNot proved: {'; '.join(wrong)}. Logs: {OUT.relative_to(demo.REPO)}/")
     else:
         say(
-            f"\nHost B got {figures['restored_tokens']} of {demo.PROMPT_TOKENS} tokens that only host A had"
-            f" computed, bit for bit, {figures['ttft_cold_s'] / figures['ttft_on_other_host_s']:.1f} times as"
-            f" soon as by computing them. Logs: {OUT.relative_to(demo.REPO)}."
+            f"\nProved: host B got {figures['restored_tokens']} of {demo.PROMPT_TOKENS} tokens that only host"
+            f" A had computed, bit for bit, {figures['ttft_cold_s'] / figures['ttft_on_other_host_s']:.1f} times as"
+            f" soon as by computing them. Logs: {OUT.relative_to(demo.REPO)}/"
         )
     say(json.dumps(figures))
     return 1 if wrong else 0
