@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from kvtierd.config import settings as s
 from kvtierd.config.disk import DISK_BYTES_MAX, QUEUE_BYTES_MIN, Refuse, check_extents
+from kvtierd.config.people import tenant_names
+from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.stimuli import CoreDisks, WriteMode
 
 SCHEMES = ("s3", "gs", "az", "abfss", "https", "file")
@@ -66,6 +68,13 @@ class StoreConfig:
         "soon as it is stored) or back (before it is evicted).",
         metavar="MODE",
     )
+    tenants: tuple[str, ...] = s.setting(
+        (),
+        tenant_names,
+        "The tenants whose blocks are put into the store, and looked for there; uid:N is a user without a "
+        "rule. Empty: all.",
+        metavar="TENANT,...",
+    )
     write_bytes_per_s: int = s.setting(
         _STORE.write_bytes_per_s, s.size, "At most so many bytes are put in a second. 0: any number."
     )
@@ -101,6 +110,7 @@ class StoreConfig:
             errors_max=self.errors_max,
             probe_after_s=self.probe_after_s,
             recompute_if_faster=self.recompute_if_faster,
+            tenants=frozenset(map(tag_of, self.tenants)) if self.tenants else None,
         )
 
 

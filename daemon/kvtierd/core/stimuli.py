@@ -601,7 +601,8 @@ class CoreDisks:
     recompute_if_faster: bool = True
     """A promotion or load that would take longer than computing the prompt anew is reported as a miss."""
     tenants: frozenset[ids.TenantTag] | None = None
-    """The tenants whose blocks may be written, because there is a key for them; None for all."""
+    """The tenants whose blocks may be written, because there is a key for them, or they are to be shared;
+    None for all."""
 
     def may_write(self, tenant: ids.TenantTag) -> bool:
         return self.tenants is None or tenant in self.tenants

@@ -83,6 +83,21 @@ def test_a_tenant_of_another_name_shares_nothing(new_host: NewHost, connect_to: 
     assert below(two).blocks == 2
 
 
+def test_what_a_tenant_that_does_not_share_stores_stays_on_its_host(
+    new_host: NewHost, connect_to: Connect, url: str
+) -> None:
+    one = new_host(store__url=url, store__tenants="production", server__tenants="*=research")
+    writer = connect_to(one)
+    assert writer.store(HASHES).done
+    two = new_host(store__url=url, server__tenants="*=research")
+    reader = connect_to(two)
+    assert reader.store(block_hashes("own", range(2))).done
+    wait_until_put(two, 2)
+    assert below(one).blocks == below(one).written_blocks == 0
+    assert reader.lookup(HASHES).hits == 0
+    assert writer.load(HASHES) == len(HASHES)
+
+
 class TestDamage:
     """What is in the store may be anything."""
 

@@ -8,6 +8,7 @@ import pytest
 from kvtierd.config import daemon as config
 from kvtierd.config.daemon import Config
 from kvtierd.config.settings import ConfigError
+from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.stimuli import WriteMode
 from kvtierd.service import serve
 
@@ -51,6 +52,20 @@ def test_options_are_text_or_a_table(tmp_path: Path) -> None:
     assert load(url="s3://b").store.options == ()
     with pytest.raises(ConfigError, match="NAME=VALUE"):
         load(url="s3://b", options="region")
+
+
+def test_tenants_opt_in_by_name() -> None:
+    assert load(url="s3://b").store.to_core().tenants is None
+    store = load(url="s3://b", tenants="research, uid:1000").store
+    assert store.tenants == ("research", "uid:1000")
+    core = store.to_core()
+    assert [core.may_write(tag_of(name)) for name in ("research", "uid:1000", "uid:1001")] == [
+        True,
+        True,
+        False,
+    ]
+    with pytest.raises(ConfigError, match="write the tenant alone"):
+        load(url="s3://b", tenants="*=research")
 
 
 def test_there_may_be_disks_as_well() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kvtierd.core.actions import DiskJobKind, OpenSlots, UnwatchSpace, WatchSpace
 from kvtierd.core.errors import Reason
-from kvtierd.core.ids import DiskId, SpaceId
+from kvtierd.core.ids import DiskId, SpaceId, TenantTag
 from kvtierd.core.stimuli import Drain, EndSession, PackFound, StartScrub, WorkerLost, WriteMode
 
 from tests.unit.core.host import Instance, keys
@@ -59,6 +59,15 @@ class TestWatching:
         for session in list(host.machine.core.sessions):
             host.do(EndSession(session, "over"))
         assert host.watched() == [UnwatchSpace(host.disk.worker, space)]
+
+    def test_tenants_that_do_not_share_are_not_looked_for(self, table: Any) -> None:
+        host = StoreHost(table, policy={"tenants": frozenset({TenantTag(1)})})
+        one = host.instance()
+        [instance] = host.machine.core.instances.values()
+        assert instance.plans[0].domain.tenant != 1
+        assert host.watched() == []
+        one.stored(*THEIRS)
+        assert host.store.open_jobs() == [], "nor is what they store put there"
 
 
 class TestFinds:

@@ -22,7 +22,7 @@ class Watching:
             for instance in self._core.instances.values()
             if instance.state is InstanceState.LIVE
             for plan in instance.plans
-            if disk.fits(plan.domain)
+            if disk.fits(plan.domain) and disk.level.policy.may_write(plan.domain.tenant)
         }
         worker, actions = disk.worker.worker, self._core.blocks.actions
         for space in disk.watched.keys() - used.keys():
