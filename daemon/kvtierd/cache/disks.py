@@ -147,6 +147,9 @@ class DiskFiles:
         self._post(DiskRecovered(disk.number, found.recovered))
         for stimulus in later:
             self._tell(disk, stimulus)
+        if disk.shared:
+            log.info("store is looked through", url=disk.place)
+            return
         log.info(
             "disk starts cold" if cold_reason else "disk starts warm",
             path=disk.place,
