@@ -1,4 +1,4 @@
-"""A real S3 server for tests: SeaweedFS, with one identity, on loopback."""
+"""A real S3 server for tests: SeaweedFS, on loopback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 START_S = 60.0
 BUCKET = "kvtier-test"
@@ -45,6 +45,8 @@ class Seaweed:
     """One server. It may be killed, stopped and started again on the same data and ports."""
 
     key, secret = "test-key", "test-secret-of-the-server"
+    read_only: ClassVar = {"access_key_id": "reader-key", "secret_access_key": "secret-of-the-reader"}
+    """Options of somebody who may list and read, and nothing else."""
 
     def __init__(self, folder: Path, *, volumes: int = 8, volume_bytes: int = VOLUME_BYTES) -> None:
         """It has room for so many files of that size, about."""
@@ -85,12 +87,17 @@ class Seaweed:
         self.start()
 
     def _identities(self, key: str, secret: str) -> None:
-        identity = {
+        writer = {
             "name": "test",
             "credentials": [{"accessKey": key, "secretKey": secret}],
             "actions": ["Admin", "Read", "Write", "List"],
         }
-        (self._folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        reads = {
+            "accessKey": self.read_only["access_key_id"],
+            "secretKey": self.read_only["secret_access_key"],
+        }
+        reader = {"name": "reader", "credentials": [reads], "actions": ["Read", "List"]}
+        (self._folder / "s3.json").write_text(json.dumps({"identities": [writer, reader]}))
 
     def start(self) -> None:
         s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc = self._ports

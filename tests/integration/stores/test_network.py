@@ -6,6 +6,7 @@ that was confirmed as put can be loaded when it is over, also if the host has ev
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -305,6 +306,25 @@ class TestCorrupt:
         assert of_store(one, "corrupt_blocks_total") >= len(HASHES)
         assert writer.store(HASHES).done
         loads(other)
+
+
+def test_a_host_that_may_only_read_reads(make: Make, server: Seaweed, connect_to: Connect) -> None:
+    one, two = make(), make(server.read_only)
+    assert connect_to(one).store(HASHES).done
+    wait_until_put(one, len(HASHES))
+    plain = connect_to(two)
+    loads(plain)
+    rounds = itertools.count()
+
+    def is_refused() -> bool:
+        assert plain.store(block_hashes("own", [next(rounds)])).done
+        return below(two).state == "refusing"
+
+    until(is_refused, "it is known that it may not write")
+    assert "AccessDenied" in below(two).why
+    fill(plain)
+    loads(plain)
+    assert below(two).written_blocks == 0
 
 
 class TestCutOff:
