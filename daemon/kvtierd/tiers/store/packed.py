@@ -180,9 +180,9 @@ class Shelf:
         return told
 
     async def _told(self, names: Sequence[str]) -> list[PackNews]:
-        packs = await asyncio.gather(*(self._head_or_none(name) for name in names))
+        heads = await asyncio.gather(*(self._head_or_none(name) for name in names))
         told = []
-        for name, pack in zip(names, packs, strict=True):
+        for name, pack in zip(names, heads, strict=True):
             self._known[name] = made_s = _made_s(name)
             if pack is not None:
                 self._newest_s = max(self._newest_s, min(made_s, self._clock() + SKEW_S))
@@ -199,11 +199,15 @@ class Shelf:
                 return []
             news = _whole_blocks(name, pack)
             sound = await self._sound(news)
-        except StoreError:
+        except StoreError as error:
+            if error.trouble is StoreTrouble.MISSING:
+                return []
             doubt.again_s = time.monotonic() + doubt.wait_s
             raise
         if len(sound) < len(news.records):
             self.doubt(name)
+        if len(sound) == 0:
+            return []
         return [PackNews(name, np.ascontiguousarray(news.hashes[sound]), news.records[sound], pack)]
 
     async def _sound(self, news: PackNews) -> npt.NDArray[np.intp]:
