@@ -278,7 +278,7 @@ def test_a_pack_is_looked_at_ever_more_rarely(
     async def task() -> None:
         put = await shelf(store, clock).put(blocks(1))
         reader, now_s = shelf(store, clock, "0000000b"), 0.0
-        monkeypatch.setattr(packed.time, "monotonic", lambda: now_s)
+        monkeypatch.setattr("kvtierd.tiers.store.packed.time.monotonic", lambda: now_s)
         await reader.news(100)
         for wait_s in (1, 2, 4, 8):
             reader.doubt(put.name)
