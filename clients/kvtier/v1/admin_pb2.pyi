@@ -980,8 +980,8 @@ class DiskStatus(google.protobuf.message.Message):
     SHARED_FIELD_NUMBER: builtins.int
     path: builtins.str
     state: builtins.str
-    """"starting", "live", "off" (its worker cannot use it, or is being replaced), "failing" (too many errors; it is tried
-    again after a while).
+    """"starting", "live", "refusing" (a store is read, but takes nothing), "off" (its worker cannot use it, or is being
+    replaced), "failing" (too many errors; it is tried again after a while).
     """
     why: builtins.str
     """Why the disk is not live, in one sentence."""

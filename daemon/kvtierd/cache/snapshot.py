@@ -97,7 +97,7 @@ class DiskSnapshot:
     """The directory, or the URL of the store."""
     capacity_bytes: int
     state: str
-    """"starting", "live", "off" or "failing"."""
+    """"starting", "live", "refusing", "off" or "failing"."""
     why: str
     """Why it is not live, in one sentence."""
     cold_reason: str

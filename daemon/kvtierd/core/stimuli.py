@@ -357,6 +357,9 @@ class DiskJobFinished(Stimulus):
     """How long the device took for it, whether alone or beside other jobs."""
     gone: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     """Positions of a READ or CHECK that a store does not have any more; they are not in `failed`."""
+    refused: bool = False
+    """Of a WRITE: the error is the answer of a store that does not take it, because it is full or forbids it,
+    but may be well otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -464,7 +464,8 @@ DECLARED = (
     _gauge(
         "kvtier_disk_state",
         "1 for the state a disk is in.",
-        "failing or off: lookups of blocks on this disk miss.",
+        "failing or off: lookups of blocks on this disk miss. refusing: a store is full or forbids writing; "
+        "what it has is read.",
         labels=("disk", "state"),
     ),
     _gauge(

@@ -11,7 +11,7 @@ from kvtierd.metrics.sheet import Sheet
 TIER = "host"
 DISK_PREFIX = "disk-"
 """Begins the names of devices that are disks."""
-DISK_STATES = ("starting", "live", "off", "failing")
+DISK_STATES = ("starting", "live", "refusing", "off", "failing")
 INSTANCES_SHOWN_MAX = 64
 TENANTS_SHOWN_MAX = 64
 SIZES_SHOWN_MAX = 32

@@ -14,6 +14,7 @@ from kvtierd.tiers.store.objects import ObjectStore, StoreError, StoreTrouble
 from kvtierd.tiers.store.obstore_store import ObstoreStore
 
 from tests.support import seaweed
+from tests.support.bad_network import BadNetwork, Fault, Way
 from tests.support.seaweed import BUCKET, Seaweed
 
 DEADLINE_S = 30.0
@@ -147,6 +148,38 @@ def test_wrong_credentials_are_denied(server: Seaweed) -> None:
         assert await trouble_of(store.list("denied/")) is StoreTrouble.DENIED
 
     asyncio.run(task())
+
+
+def test_an_answer_is_told_from_none(server: Seaweed) -> None:
+    async def task() -> None:
+        store = ObstoreStore("s3://not-there", server.options(), DEADLINE_S)
+        with pytest.raises(StoreError, match="NoSuchBucket") as raised:
+            await store.list("any/")
+        assert raised.value.trouble is StoreTrouble.OTHER
+
+    asyncio.run(task())
+
+
+def test_a_body_that_was_changed_on_its_way_is_refused(server: Seaweed) -> None:
+    """Only because the client says its SHA-256 apart from the signature."""
+
+    async def task(network: BadNetwork) -> None:
+        store = ObstoreStore(f"s3://{BUCKET}", server.options(endpoint=network.endpoint), DEADLINE_S)
+        plain = server.options(endpoint=network.endpoint, checksum_algorithm="")
+        trusting = ObstoreStore(f"s3://{BUCKET}", plain, DEADLINE_S)
+        network.strike(Fault.CORRUPT, Way.REQUESTS, lambda line: line.startswith(b"PUT "))
+        with pytest.raises(StoreError, match="BadDigest") as raised:
+            await store.put("changed/one", parts(bytes(MIB)))
+        assert raised.value.trouble is StoreTrouble.OTHER
+        assert await trusting.put("changed/two", parts(bytes(MIB)))
+        network.heal()
+        assert [each.name for each in await store.list("changed/")] == ["changed/two"]
+        assert (await store.read("changed/two", 0, MIB)).data != bytes(MIB)
+        assert await store.put("changed/one", parts(bytes(MIB)))
+        assert (await store.read("changed/one", 0, MIB)).data == bytes(MIB)
+
+    with BadNetwork(server.endpoint) as network:
+        asyncio.run(task(network))
 
 
 def test_a_server_that_does_not_answer_is_late_and_serves_again(server: Seaweed) -> None:

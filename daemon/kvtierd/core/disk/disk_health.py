@@ -1,5 +1,6 @@
 """Whether disks are fit for use: their workers, errors in a row, slow jobs, and the read that decides."""
 
+from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.blocks.blocks import BlockSnapshot
 from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.disk.disk_jobs import DiskJobs
@@ -61,7 +62,11 @@ class DiskHealth:
         """A job of a worker that lives has ended."""
         slow = stimulus.busy_s > disk.level.policy.slow_deadline_s
         bad = bool(stimulus.error) or slow
-        if bad and not job.slow:
+        if job.kind is DiskJobKind.WRITE and job.good and not stimulus.error:
+            disk.refusals_in_row = 0
+        if stimulus.refused and job.kind is DiskJobKind.WRITE:
+            self._refused(disk, stimulus.error)
+        elif bad and not job.slow:
             self._error(disk, stimulus.error or f"a job took {stimulus.busy_s:.1f} s")
         elif not bad and not job.slow and disk.state is not DiskState.FAILING:
             disk.errors_in_row = 0
@@ -73,6 +78,14 @@ class DiskHealth:
                 disk.level.unreadable(disk, job.domain, job.entries[here])
             elif disk.state is DiskState.FAILING:
                 self._heal(disk, errors_in_row=0)
+
+    def _refused(self, disk: Disk, why: str) -> None:
+        """A store does not take what it is given. What it has may be read all the same, so this alone does
+        not make it fail."""
+        disk.tally.errors += 1
+        disk.refusals_in_row += 1
+        disk.refused_s = self._core.now_s
+        disk.why = f"{disk.refusals_in_row} writes in a row were refused: {why}"
 
     def _error(self, disk: Disk, why: str) -> None:
         disk.tally.errors += 1

@@ -158,8 +158,9 @@ class Writing:
             self._write_ahead()
 
     def give_back(self, disk: Disk, job: DiskJob) -> None:
-        """A job is over: blocks of it that were not written cost no credit."""
+        """A job is over: blocks of it that were not written cost no credit, and are looked at again."""
         if job.kind is DiskJobKind.WRITE:
+            self._left |= job.good < len(job.entries)
             self._promised_bytes = max(0, self._promised_bytes - job.bytes)
             not_written = (len(job.entries) - job.good) * job.domain.block_bytes
             self._credit_bytes += not_written
@@ -254,6 +255,9 @@ class Writing:
         queue, or than what is left to be written, goes by itself."""
         if self._is_written_enough(disk):
             return 0
+        if disk.refuses:
+            rests = self._core.now_s - disk.refused_s < self._level.policy.probe_after_s
+            return 0 if rests or not disk.live or disk.counts[DiskJobKind.WRITE] else 1
         left = disk.budget.bytes_left(self._level.policy, self._core.now_s)
         most = self._jobs.may_write(disk)
         may = (most if left is None else min(most, left)) // domain.block_bytes

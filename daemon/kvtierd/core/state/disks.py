@@ -30,7 +30,7 @@ from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.rates import Rate
 from kvtierd.core.state.transitions import DiskState, Entity, State
 from kvtierd.core.status import DiskStatus, DiskTally
-from kvtierd.core.stimuli import CoreDisks, Recovered
+from kvtierd.core.stimuli import CoreDisks, PackFound, Recovered
 
 Indexes = npt.NDArray[np.intp]
 LATE = int(BlockFlag.LATE)
@@ -107,10 +107,16 @@ class Disk(Entity):
     errors_in_row: int = 0
     failed_s: float = 0.0
     """When the disk became FAILING, or when its last probe failed."""
+    refusals_in_row: int = 0
+    """How often a store has answered, and has not taken what it was given, since it took something."""
+    refused_s: float = 0.0
+    """When it did so last."""
     probe: DiskJobId | None = None
     unreadable: deque[BlockSnapshot] = field(default_factory=deque)
     """Blocks that could not be read; they are flagged LATE."""
     scrub: Scrub | None = None
+    finds: list[PackFound] = field(default_factory=list)
+    """Of a store, what its worker has found, and waits to be answered, while it is not LIVE."""
     watched: dict[SpaceId, Domain] = field(default_factory=dict)
     """Of a store, the spaces that its worker looks for, and the host's domain of their blocks."""
 
@@ -127,6 +133,12 @@ class Disk(Entity):
     @property
     def recovered(self) -> bool:
         return self.state is not DiskState.STARTING
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it takes nothing just now, so that it is given one block at a time, and rarely, until it
+        takes that."""
+        return self.refusals_in_row >= self.level.policy.errors_max
 
     def fits(self, domain: Domain) -> bool:
         """Whether blocks of a domain of the host can be stored here at all."""
@@ -150,7 +162,7 @@ class Disk(Entity):
         sizes = self.blocks.sizes()
         return DiskStatus(
             disk=self.disk,
-            state=self.state.value,
+            state="refusing" if self.live and self.refuses else self.state.value,
             why=self.why,
             used_bytes=sum(size.used_bytes for size in sizes),
             capacity_bytes=slots.geometry.capacity_bytes,

@@ -33,12 +33,16 @@ _DENIED: Final = (
     "SignatureDoesNotMatch",
     "ExpiredToken",
 )
+_UNANSWERED: Final = ("timed out", "error sending request", "retries")
+"""Nobody has said anything."""
 _CODE: Final = re.compile("<Code>(.*?)</Code>", re.DOTALL)
 _MESSAGE: Final = re.compile("<Message>(.*?)</Message>", re.DOTALL)
 """In the answers of S3."""
 _SHORT: Final = ("Requested range was invalid", "Invalid range", "InvalidRange", "416 ")
 """The object ends before what was asked for."""
 _FULL: Final = ("QuotaExceeded", "507 ", "No space left", "InsufficientStorage", "StorageFull")
+_ANSWERED: Final = "non-2xx status code"
+"""The store has said no, however often it was asked."""
 
 
 class ObstoreStore:
@@ -46,8 +50,10 @@ class ObstoreStore:
 
     def __init__(self, url: str, options: Mapping[str, Any], deadline_s: float) -> None:
         """`options` are obstore's, for example endpoint and region; credentials come from the environment or
-        the machine, as the store's own tools find them, unless they are among the options. Raises StoreError
-        if the URL or an option cannot be used."""
+        the machine, as the store's own tools find them, unless they are among the options. S3 is given the
+        SHA-256 of what is put, because servers do not compare the one in the signature, unless the options
+        name another `checksum_algorithm`, or an empty one. Raises StoreError if the URL or an option cannot
+        be used."""
         self._deadline_s = deadline_s
         patience = timedelta(seconds=deadline_s)
         by_network = not url.startswith(("file:", "memory:"))
@@ -64,6 +70,10 @@ class ObstoreStore:
             }
         elif url.startswith("file:"):
             network = {"mkdir": True}
+        if url.startswith("s3:"):
+            options = {"checksum_algorithm": "sha256", **options}
+            if not options["checksum_algorithm"]:
+                del options["checksum_algorithm"]
         try:
             self._store = from_url(url, **options, **network)
         except (BaseError, ValueError, TypeError) as error:
@@ -204,7 +214,7 @@ def _troubles(name: str) -> Iterator[None]:
             trouble = StoreTrouble.DENIED
         elif any(sign in text for sign in _FULL):
             trouble = StoreTrouble.FULL
-        elif "timed out" in text or "error sending request" in text or "retries" in text:
+        elif _ANSWERED not in text and any(sign in text for sign in _UNANSWERED):
             why = " ".join(text.partition("\n\n")[0].rpartition(" - ")[2].split())
             raise StoreError(StoreTrouble.LATE, f"{name}: no answer ({why})") from None
         else:
