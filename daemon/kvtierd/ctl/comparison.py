@@ -145,6 +145,8 @@ def comparison_page(found: list[ComparedNamespace], there: ListNamespacesRespons
         if each.shared:
             rows: list[tuple[str, RenderableType]] = [("shared", "the other host has it, too")]
         elif not each.nearest_digest:
+            rows = [("apart", "no engine has attached on the other host since its daemon started")]
+        else:
             nearest = f"{each.nearest_digest}, {each.nearest_model}"
             rows = [("apart", f"the nearest one there is {nearest}; it differs in")]
             rows += [(f"{one.field}:", _sides(one)) for one in each.differences]
