@@ -285,8 +285,8 @@ class NamespaceStatus(google.protobuf.message.Message):
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvtier.v1.types_pb2.Setting]:
-        """What its engines have said about it, by name, without the salt. Only with the first group of each namespace in an
-        answer.
+        """What its engines have said about it, by name, without the salt: the fields of its Namespace, of each group what is
+        short, and a fingerprint of each rank's layout. Only with the first group of each namespace in an answer.
         """
 
     def __init__(

@@ -12,6 +12,8 @@ from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.stimuli import WriteMode
 from kvtierd.service import serve
 
+from tests.support.drivers import declare
+
 
 @pytest.fixture(autouse=True)
 def no_system_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -38,6 +40,19 @@ def test_these_are_stores(url: str) -> None:
 def test_these_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match=r"store\.url"):
         load(url=url)
+
+
+def test_a_scheme_of_another_package_is_one_if_that_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(url="mine://x")
+    assert "store.url = 'mine://x'" in str(raised.value)
+    assert "abfss, az, file, gs, https, s3" in str(raised.value)
+    assert "install a package that declares 'mine'" in str(raised.value)
+    declare(tmp_path, "my-package", {"mine": "a_module_that_is_not_there:open_store"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load(url="mine://x").store.url == "mine://x"
 
 
 def test_options_are_text_or_a_table(tmp_path: Path) -> None:

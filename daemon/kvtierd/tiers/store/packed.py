@@ -305,7 +305,11 @@ class Shelf:
                     for rank, buffer in enumerate(one.into)
                 ]
         if ranges:
-            await self._store.read_into(self._prefix + name, ranges)
+            found = await self._store.read_ranges(
+                self._prefix + name, [(begin, len(buffer)) for begin, buffer in ranges]
+            )
+            for (_, buffer), data in zip(ranges, found, strict=True):
+                buffer[:] = data
         return [
             [xxh3_64(buffer) for buffer in one.into] if right else None
             for one, right in zip(wanted, fits, strict=True)

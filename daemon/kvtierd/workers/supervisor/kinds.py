@@ -99,7 +99,7 @@ class StoreOptions:
     prefix: str
     """The folder of kvtier's objects in the store, empty or with a slash at its end."""
     options: Mapping[str, str]
-    """What obstore is told besides the URL."""
+    """What the store's driver is told besides the URL."""
     host: str
     """8 hexadecimal digits that name this daemon."""
     image_bytes: int
