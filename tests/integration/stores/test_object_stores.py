@@ -19,6 +19,7 @@ from tests.support.bad_network import BadNetwork, Fault, Way
 from tests.support.seaweed import BUCKET, Seaweed
 
 DEADLINE_S = 30.0
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")

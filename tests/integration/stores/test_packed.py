@@ -188,9 +188,10 @@ class OnTheWay:
         data[200] ^= self.flips
         return Piece(bytes(data), piece.object_bytes)
 
-    async def read_into(self, name: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        await self._store.read_into(name, ranges)
-        ranges[0][1][0] ^= self.flips
+    async def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytearray]:
+        found = [bytearray(data) for data in await self._store.read_ranges(name, ranges)]
+        found[0][0] ^= self.flips
+        return found
 
     async def list(self, prefix: str, after: str = "", limit: int = 1_000) -> list[Listed]:
         return await self._store.list(prefix, after, limit) + self.invents

@@ -217,10 +217,11 @@ class Shelf:
         right = np.zeros(len(records), np.bool_)
         cuts = np.flatnonzero(np.diff(ends // COMPARED_AT_ONCE_BYTES)) + 1
         for rows in np.split(np.arange(len(records)), cuts):
-            buffers = [memoryview(bytearray(size)) for size in records["stored_bytes"][rows].tolist()]
-            ranges = list(zip(records["offset"][rows].tolist(), buffers, strict=True))
-            await self._store.read_into(self._prefix + news.name, ranges)
-            sums = np.array([xxh3_64(buffer) for buffer in buffers], np.uint64)
+            places = zip(
+                records["offset"][rows].tolist(), records["stored_bytes"][rows].tolist(), strict=True
+            )
+            found = await self._store.read_ranges(self._prefix + news.name, list(places))
+            sums = np.array([xxh3_64(data) for data in found], np.uint64)
             right[rows] = sums == records["checksum"][rows]
         world = records["world"][news.records].astype(np.int64)
         of_block = zip(news.records.tolist(), world.tolist(), strict=True)
