@@ -90,6 +90,8 @@ class Shelf:
         self._known: dict[str, float] = {}
         """Names that news were told of, or that are no packs, and when their hosts have made them."""
         self._newest_s = 0.0
+        self._continue_after = ""
+        """The name behind which the next listing goes on, if the last one did not come to the end."""
         self._heads: OrderedDict[str, Pack] = OrderedDict()
 
     # --- out ---
@@ -126,22 +128,38 @@ class Shelf:
         """Has the next `news` tell of everything there is."""
         self._known.clear()
         self._newest_s = 0.0
+        self._continue_after = ""
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last `news` left packs to the next one."""
+        return bool(self._continue_after)
 
     async def news(self, limit: int) -> list[PackNews]:
-        """Packs that this has not told of yet, oldest first, at most `limit`; fewer do not mean that these
-        are all. What is no pack, or has gone meanwhile, is left out. Raises StoreError."""
-        after = f"{max(0, int((self._newest_s - SKEW_S) * 1e6)):020}"
+        """Packs that this has not told of yet, oldest first, at most `limit`; `behind` says whether there are
+        more. What is no pack, or has gone meanwhile, is left out. Raises StoreError."""
+        after = self._continue_after or f"{max(0, int((self._newest_s - SKEW_S) * 1e6)):020}"
         found: list[Listed] = []
-        while len(found) < limit:
+        at_end = False
+        while len(found) < limit and not at_end:
             listed = await self._store.list(self._prefix, self._prefix + after, LISTED_AT_ONCE)
             found += [each for each in listed if self._is_new(each)]
-            if len(listed) < LISTED_AT_ONCE:
-                break
-            after = listed[-1].name.removeprefix(self._prefix)
+            at_end = len(listed) < LISTED_AT_ONCE
+            if listed:
+                after = listed[-1].name.removeprefix(self._prefix)
+        more = len(found) > limit or not at_end
+        found = found[:limit]
         told: list[PackNews] = []
-        for first in range(0, len(found[:limit]), READS_AT_ONCE):
-            some = found[:limit][first : first + READS_AT_ONCE]
-            heads = await asyncio.gather(*(self._head_or_none(each) for each in some))
+        for first in range(0, len(found), READS_AT_ONCE):
+            some = found[first : first + READS_AT_ONCE]
+            try:
+                heads = await asyncio.gather(*(self._head_or_none(each) for each in some))
+            except StoreError:
+                if not first:
+                    raise
+                # What was read before counts as known, so it has to be told; the next call goes on here.
+                found, more = found[:first], True
+                break
             for each, pack in zip(some, heads, strict=True):
                 name = each.name.removeprefix(self._prefix)
                 made_s = _made_s(name)
@@ -149,6 +167,12 @@ class Shelf:
                 self._newest_s = max(self._newest_s, min(made_s, self._clock() + SKEW_S))
                 if pack is not None:
                     told.append(_whole_blocks(name, pack))
+        # Whoever has more to tell of goes on from there, and does not list ten minutes again each time.
+        self._continue_after = found[-1].name.removeprefix(self._prefix) if more else ""
+        if not more:
+            # Everything is known now. What this host has put counts as well; else it would list all of it
+            # each time for as long as nobody else puts anything.
+            self._newest_s = max(self._newest_s, min(max(self._known.values(), default=0.0), self._clock()))
         self._forget_old()
         return told
 
