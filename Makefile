@@ -103,8 +103,8 @@ test-faults-long: test-faults
 docs: ## the documentation site, into build/site; fails on a link or an anchor that leads nowhere
 	@tools/setup.sh tools && $(PY) -m tools.docs_site
 
-figures: ## the plot in the README, drawn anew from the numbers in docs/figures
-	@tools/setup.sh tools && .venv/bin/uv run --quiet --no-project --python $(PY) --with 'matplotlib>=3.10,<4' tools/draw_figures.py
+figures: ## the plots in docs/figures, drawn anew from the numbers there
+	@tools/setup.sh tools && .venv/bin/uv run --quiet --no-project --python $(PY) --with 'matplotlib>=3.10,<4' -m tools.draw_figures
 
 pictures: setup ## the pictures of the dashboard in docs/: ten minutes of real engines, on Debian (its Prometheus)
 	@$(PY) -m tests.deploy.picture --out docs

@@ -110,6 +110,8 @@ class Shelf:
         self._known: dict[str, float] = {}
         """Names that news were told of, or that are no packs, and when their hosts have made them."""
         self._newest_s = 0.0
+        self._continue_after = ""
+        """The name behind which the next listing goes on, if the last one did not come to the end."""
         self._heads: OrderedDict[str, Pack] = OrderedDict()
         self._doubted: OrderedDict[str, _Doubt] = OrderedDict()
 
@@ -147,6 +149,12 @@ class Shelf:
         """Has the next `news` tell of everything there is."""
         self._known.clear()
         self._newest_s = 0.0
+        self._continue_after = ""
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last `news` left packs to the next one."""
+        return bool(self._continue_after)
 
     def doubt(self, name: str) -> None:
         """Bytes of a pack did not fit. It may be what is stored, or something on the way that passes: `news`
@@ -163,19 +171,30 @@ class Shelf:
 
     async def news(self, limit: int) -> list[PackNews]:
         """Packs that this has not told of yet, oldest first, at most `limit`, and after them some that were
-        doubted, with those of their blocks that are sound; fewer do not mean that these are all. What is no
-        pack, or has gone meanwhile, is left out. Raises StoreError, but not after it has found something,
-        because nobody would tell of that again."""
+        doubted, with those of their blocks that are sound; `behind` says whether there are more new ones.
+        What is no pack, or has gone meanwhile, is left out. Raises StoreError, but not after it has found
+        something, because nobody would tell of that again."""
+        names, more = await self._new_names(limit)
         told: list[PackNews] = []
+        looked = 0
         try:
-            names = await self._new_names(limit)
-            for first in range(0, len(names), READS_AT_ONCE):
-                told += await self._told(names[first : first + READS_AT_ONCE])
+            while looked < len(names):
+                some = names[looked : looked + READS_AT_ONCE]
+                told += await self._told(some)
+                looked += len(some)
             for name in self._due():
                 told += await self._told_again(name)
         except StoreError:
             if not told:
                 raise
+        if more or looked < len(names):
+            # Whoever has more to tell of goes on from there, and does not list ten minutes again each time.
+            self._continue_after = names[looked - 1]
+        else:
+            # Everything is known now. What this host has put counts as well; else it would list all of it
+            # each time for as long as nobody else puts anything.
+            self._continue_after = ""
+            self._newest_s = max(self._newest_s, min(max(self._known.values(), default=0.0), self._clock()))
         self._forget_old()
         return told
 
@@ -233,18 +252,18 @@ class Shelf:
         due = (name for name, doubt in self._doubted.items() if doubt.again_s <= now_s)
         return list(itertools.islice(due, DOUBTED_AT_ONCE))
 
-    async def _new_names(self, limit: int) -> list[str]:
-        """Names that have not been looked at, in their order."""
-        after = f"{max(0, int((self._newest_s - SKEW_S) * 1e6)):020}"
+    async def _new_names(self, limit: int) -> tuple[list[str], bool]:
+        """Names that have not been looked at, in their order, and whether there may be more of them."""
+        after = self._continue_after or f"{max(0, int((self._newest_s - SKEW_S) * 1e6)):020}"
         found: list[str] = []
-        while len(found) < limit:
+        at_end = False
+        while len(found) < limit and not at_end:
             listed = await self._store.list(self._prefix, self._prefix + after, LISTED_AT_ONCE)
             names = [each.name.removeprefix(self._prefix) for each in listed]
             found += [name for name in names if _NAME.fullmatch(name) and name not in self._known]
-            if len(listed) < LISTED_AT_ONCE:
-                break
-            after = names[-1]
-        return found[:limit]
+            at_end = len(listed) < LISTED_AT_ONCE
+            after = names[-1] if names else after
+        return found[:limit], len(found) > limit or not at_end
 
     def _forget_old(self) -> None:
         """What is older than where a listing begins is not listed again."""
