@@ -14,10 +14,11 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockTable
 from kvtierd.core.blocks.tenants import Tenants
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
+from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TenantTag, TransferNumber, WorkerId
 from kvtierd.core.state import entities
 from kvtierd.core.state.audits import Mismatches
 from kvtierd.core.state.disks import Disks
+from kvtierd.core.state.feed import BlockFeed
 from kvtierd.core.state.pages import IndexPages
 from kvtierd.core.state.size_shadow import SizeShadow
 from kvtierd.core.state.transitions import Entity, Event, Transitions
@@ -64,6 +65,9 @@ class CoreState:
     tenants: Tenants = field(default_factory=lambda: Tenants({}))
     disks: Disks = field(init=False)
     pages: IndexPages = field(init=False)
+    told_of: InitVar[Callable[[TenantTag], bool] | None] = None
+    """Whether blocks of a tenant are told of to routers; None if nobody is told of any."""
+    feed: BlockFeed | None = field(init=False)
     shadow: SizeShadow = field(init=False)
     tally: Tally = field(default_factory=Tally)
     transitions: Transitions = field(default_factory=Transitions)
@@ -98,7 +102,12 @@ class CoreState:
     transfer_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     part_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
-    def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]], shared: bool) -> None:
+    def __post_init__(
+        self,
+        disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]],
+        shared: bool,
+        told_of: Callable[[TenantTag], bool] | None,
+    ) -> None:
         self.retention = BlockRetention(self.blocks, self.tally, self.limits)
         self.eviction = Eviction(self.blocks, self.tally, self.tenants, self.retention)
         self.lease_budget = LeaseBudget(
@@ -108,6 +117,7 @@ class CoreState:
             self.blocks, self.tally, self.disk_policy, disk_shelves, self.tenants, shared=shared
         )
         self.pages = IndexPages(self.blocks, self.disks)
+        self.feed = None if told_of is None else BlockFeed(self.blocks, self.disks, told_of)
         self.shadow = SizeShadow(self.blocks)
 
     def begin(self, now_s: float) -> None:
