@@ -88,6 +88,7 @@ class EventPlace:
             "events__endpoint": self.endpoint,
             "events__replay_endpoint": self.replay_endpoint,
             "events__tenants": "*",
+            "events__heartbeat_s": "0.3",
         }
 
 

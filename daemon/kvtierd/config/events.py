@@ -116,6 +116,12 @@ class EventsConfig:
     subscriber_queue: int = s.setting(
         10_000, s.count, "Batches that may wait for one subscriber; it loses what comes beyond them."
     )
+    heartbeat_s: float = s.setting(
+        5.0,
+        s.seconds,
+        "A topic on which nothing has been published for this long gets a batch without events, so that "
+        "subscribers notice what they have missed.",
+    )
     insecure: bool = s.setting(
         False,
         s.boolean,
@@ -142,6 +148,7 @@ class EventsConfig:
             replay_batches=self.replay_batches,
             replay_bytes=self.replay_size,
             subscriber_queue=self.subscriber_queue,
+            heartbeat_s=self.heartbeat_s,
             whole_hashes=self.hash_form == "bytes",
             positional=self.event_form == "array",
             shared=shared,

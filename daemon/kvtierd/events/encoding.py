@@ -73,6 +73,10 @@ class BatchEncoder:
         """A batch that says that nothing is there any more."""
         return self._encode([now_s, [self._cleared()]])
 
+    def empty(self, now_s: float) -> bytes:
+        """A batch that says nothing."""
+        return self._encode([now_s, []])
+
     def batches(self, news: Sequence[BlockNews], about: NamespaceAbout, now_s: float) -> Iterator[bytes]:
         """Yields batches of news of one namespace, STORED, REMOVED or SHOWN, in their order."""
         events: list[Any] = []

@@ -26,6 +26,8 @@ class EventOptions:
     replay_bytes: int
     subscriber_queue: int
     """Batches that may wait for one subscriber."""
+    heartbeat_s: float
+    """After so long without a batch, a stream gets an empty one."""
     whole_hashes: bool
     positional: bool
     shared: bool

@@ -19,6 +19,8 @@ class EventStream:
     """The number that its next batch gets."""
     kept_from: int
     """It has all batches from this number on."""
+    published_s: float = 0.0
+    """When the latest was published."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

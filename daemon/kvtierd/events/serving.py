@@ -137,7 +137,7 @@ class EventServer:
             poller.register(self._replay, zmq.POLLIN)
         try:
             while True:
-                ready = dict(poller.poll(RETRY_MS if self._askers.blocked else None))
+                ready = dict(poller.poll(RETRY_MS if self._askers.blocked else self._beat()))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                     if not self._work():
@@ -150,6 +150,17 @@ class EventServer:
             log.critical("no KV events are published any more", error=repr(error), exc_info=error)
         finally:
             self._context.destroy(linger=LINGER_MS)
+
+    def _beat(self) -> int:
+        """Publishes an empty batch on each stream that has been silent for long. Returns the milliseconds until
+        the next time."""
+        now_s, pause_s = time.monotonic(), self._options.heartbeat_s
+        due_s = now_s + pause_s
+        for stream in self._streams.values():
+            if stream.published_s + pause_s <= now_s:
+                self._publish(stream, self._encoder.empty(self._clock()))
+            due_s = min(due_s, stream.published_s + pause_s)
+        return max(1, int(1000 * (due_s - now_s)))
 
     def _work(self) -> bool:
         """Does what is in the queue. Returns False if that was the last of all."""
@@ -222,6 +233,7 @@ class EventServer:
         batch = self._ring.append(stream, payload)
         # A PUB socket does not wait: it drops what a subscriber has no room for.
         self._publisher.send_multipart((stream.topic, batch.number.to_bytes(NUMBER_BYTES, "big"), payload))
+        stream.published_s = time.monotonic()
         self._askers.show(batch)
         self.counts["batches"] += 1
 
