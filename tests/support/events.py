@@ -101,11 +101,11 @@ def event_place() -> Iterator[EventPlace]:
 class Subscriber:
     """Applies what it gets, and asks for what it misses."""
 
-    def __init__(self, place: EventPlace, topic: bytes = b"", *, queue: int = 0) -> None:
+    def __init__(self, place: EventPlace, topic: bytes = b"") -> None:
         self._place = place
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RCVHWM, queue)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic)
         self._socket.connect(place.endpoint)
@@ -121,6 +121,13 @@ class Subscriber:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.destroy(linger=0)
+
+    def leave(self) -> None:
+        """Gives up its connection, as if that were broken."""
+        self._socket.disconnect(self._place.endpoint)
+
+    def come_back(self) -> None:
+        self._socket.connect(self._place.endpoint)
 
     def received(self, timeout_ms: int = 0) -> Iterator[Message]:
         """What has come, as it is."""

@@ -63,6 +63,7 @@ class EventServer:
         self._left_out: set[NamespaceDigest] = set()
         self._ring = ReplayRing(options.replay_batches, options.replay_bytes)
         self._tasks: deque[_Task] = deque()
+        self._closed = False
         self._context = zmq.Context()
         try:
             self._publisher = self._socket(zmq.PUB, options.subscriber_queue)
@@ -78,8 +79,8 @@ class EventServer:
         self._askers = Askers(self._send_replay)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.counts: Counter[str] = Counter()
-        """`batches` published, `stored` and `removed` blocks in them, `replays` asked for, `refused` requests,
-        `shown`: streams of which everything was to be shown."""
+        """`batches` published, `stored` and `removed` blocks in them, `replays` asked for, requests that were
+        `refused`, and streams of which everything was to be `shown`."""
         self.taken = 0
         """Hashes that have been taken from the queue."""
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -96,12 +97,16 @@ class EventServer:
 
     def put(self, task: _Task) -> None:
         """Hands in news, or what stands for news that are lost. None ends the thread."""
-        self._tasks.append(task)
-        os.eventfd_write(self._wake, 1)
+        if not self._closed:
+            self._tasks.append(task)
+            os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Publishes what was handed in, and that nothing can be loaded any more. Then closes the sockets."""
+        if self._closed:
+            return
         self.put(None)
+        self._closed = True
         self._thread.join(STOP_S)
         if not self._thread.is_alive():
             os.close(self._wake)
@@ -152,8 +157,8 @@ class EventServer:
             self._context.destroy(linger=LINGER_MS)
 
     def _beat(self) -> int:
-        """Publishes an empty batch on each stream that has been silent for long. Returns the milliseconds until
-        the next time."""
+        """Publishes an empty batch on each stream that has been silent for long. Returns the milliseconds
+        until the next time."""
         now_s, pause_s = time.monotonic(), self._options.heartbeat_s
         due_s = now_s + pause_s
         for stream in self._streams.values():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import zmq
 
 from tests.integration.stores.conftest import Connect
 from tests.support.daemon import until
 from tests.support.events import CPU, STORAGE, EventPlace, Known, Subscriber, as_ints, replay
 from tests.support.hosts import NewHost
-from tests.support.plain_client import PlainClient, block_hashes
+from tests.support.plain_client import block_hashes
 
 HASHES = block_hashes("prompt", range(24))
 MORE = block_hashes("more", range(8))
@@ -120,7 +119,7 @@ class TestRestart:
     def test_the_next_daemon_begins_anew(
         self, new_host: NewHost, connect_to: Connect, place: EventPlace, tmp_path: Path
     ) -> None:
-        """After a kill, it tells what it has found in the pool and on the disk, and its numbers are higher."""
+        """After a kill, it tells what it has found in the pool and on the disk. Its numbers are higher."""
         disk = {"disk__paths": str(tmp_path), "disk__size": "34MiB", "disk__extent_size": "1MiB"}
         host = new_host(**place.settings, **disk, disk__write_mode="through")
         client = connect_to(host)
@@ -152,24 +151,16 @@ class TestRestart:
             assert router.gaps == 0
 
 
-class TestSlowSubscribers:
-    @pytest.fixture
-    def stuck(self, place: EventPlace) -> Subscriber:
-        """It does not read, and takes hardly anything into its own queue."""
-        return Subscriber(place, queue=1)
-
-    def test_it_loses_batches_and_slows_nobody(
-        self, new_host: NewHost, connect_to: Connect, place: EventPlace, stuck: Subscriber
-    ) -> None:
-        host = new_host(**place.settings, events__subscriber_queue=1)
-        client = connect_to(host)
-        with stuck, Subscriber(place) as router:
-            churn(client)
-            settled(router, HASHES)
-            settled(stuck, HASHES)
-            assert stuck.only.number == router.only.number
-
-
-def churn(client: PlainClient) -> None:
-    for each in HASHES:
-        assert client.store([each]).done
+def test_what_is_missed_is_asked_for(new_host: NewHost, connect_to: Connect, place: EventPlace) -> None:
+    """A connection that breaks loses what is published meanwhile."""
+    client = connect_to(new_host(**place.settings))
+    with Subscriber(place) as router:
+        assert client.store(HASHES).done
+        settled(router, HASHES)
+        router.leave()
+        assert client.store(MORE).done
+        until(lambda: known_by(place).has(CPU) == as_ints([*HASHES, *MORE]), "it is published")
+        router.come_back()
+        settled(router, [*HASHES, *MORE])
+        assert router.gaps == 1
+        assert router.only.clears == 1, "the replay had what was missed, and nothing else"
