@@ -32,7 +32,8 @@ class Message:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        _, events = msgspec.msgpack.decode(self.payload)
+        _, events, rank = msgspec.msgpack.decode(self.payload)
+        assert rank is None
         return list(events)
 
 

@@ -1,4 +1,5 @@
-"""Events as vLLM has them: a batch is MessagePack of [time, [event, ...]]. No object is made for a block."""
+"""Events as vLLM has them: a batch is MessagePack of [time, [event, ...], rank]. Nobody has a rank here.
+No object is made for a block."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -71,11 +72,11 @@ class BatchEncoder:
 
     def cleared(self, now_s: float) -> bytes:
         """A batch that says that nothing is there any more."""
-        return self._encode([now_s, [self._cleared()]])
+        return self._encode([now_s, [self._cleared()], None])
 
     def empty(self, now_s: float) -> bytes:
         """A batch that says nothing."""
-        return self._encode([now_s, []])
+        return self._encode([now_s, [], None])
 
     def batches(self, news: Sequence[BlockNews], about: NamespaceAbout, now_s: float) -> Iterator[bytes]:
         """Yields batches of news of one namespace, STORED, REMOVED or SHOWN, in their order."""
@@ -89,10 +90,10 @@ class BatchEncoder:
                 first += len(piece)
                 room -= len(piece)
                 if room == 0:
-                    yield self._encode([now_s, events])
+                    yield self._encode([now_s, events, None])
                     events, room = [], HASHES_PER_BATCH
         if events:
-            yield self._encode([now_s, events])
+            yield self._encode([now_s, events, None])
 
     def _event(self, news: BlockNews, hashes: Hashes, about: NamespaceAbout) -> Any:
         packed = packed_hashes(hashes, about.hash_bytes, whole=self._form.whole_hashes)
