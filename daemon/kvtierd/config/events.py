@@ -62,8 +62,7 @@ def tenant_names(raw: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class EventsConfig:
-    """KV events for routers: which blocks any engine of this host could load, over ZeroMQ and as vLLM has
-    them."""
+    """KV events over ZeroMQ, from which routers learn which blocks this host has."""
 
     endpoint: str = s.setting(
         "",

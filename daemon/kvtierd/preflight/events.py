@@ -10,7 +10,7 @@ from kvtierd.config.events import UNIX, stays_on_host
 from kvtierd.preflight.findings import Finding, Situation, Verdict, in_use_by
 from kvtierd.preflight.processes import described, port_owners
 
-LIBRARIES = {"zmq": "pyzmq>=26", "msgspec": "msgspec>=0.19"}
+LIBRARIES = {"zmq": "pyzmq>=26,<28", "msgspec": "msgspec>=0.19,<1"}
 NAME = "events"
 
 
@@ -21,11 +21,10 @@ def check_events(situation: Situation) -> Iterator[Finding]:
         return
     missing = [package for module, package in LIBRARIES.items() if find_spec(module) is None]
     if missing:
-        found = f"KV events cannot be published without {' and '.join(missing)}"
+        names = " and ".join(package.partition(">")[0] for package in missing)
+        found = f"KV events cannot be published without {names}"
         wanted = " ".join(f"'{package}'" for package in missing)
-        remedy = (
-            f"install what is missing where the daemon is (pip install {wanted}), or leave the setting empty"
-        )
+        remedy = f"install it where the daemon is (pip install {wanted}), or leave the setting empty"
         yield Finding(NAME, Verdict.FAILURE, found, remedy, "events.endpoint", events.endpoint)
         return
     for field in ("endpoint", "replay_endpoint"):
