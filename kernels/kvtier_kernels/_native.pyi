@@ -364,6 +364,12 @@ class BlockTable:
         All entries of a space in ascending order. Reads the whole table, so it is not for the path of a request.
         """
 
+    def ready_among(self, space: int, first: int, n: int) -> tuple[numpy.typing.NDArray[numpy.uint32], int]:
+        """
+        READY entries of a space among the n entries from `first` on, in ascending order; and where to go on, which is
+        the capacity if no entry from there on was ever used.
+        """
+
     def stats(self) -> dict[str, Any]:
         """
         The numbers `writing`, `ready`, `evicting`, `capacity` and `bytes` (of a full table, with slot records as far as

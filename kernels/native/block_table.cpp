@@ -595,6 +595,15 @@ std::vector<std::uint32_t> BlockTable::entries_of(std::uint32_t space) const {
     return found;
 }
 
+std::size_t BlockTable::ready_among(std::uint32_t space, std::size_t first, std::size_t n,
+                                    std::vector<std::uint32_t>& found) const {
+    if (count(space) == 0 || first >= used_) return entries_.size();
+    const auto end = static_cast<std::uint32_t>(first + std::min<std::size_t>(n, used_ - first));
+    for (auto id = static_cast<std::uint32_t>(first); id < end; ++id)
+        if (entries_[id].state == kReady && entries_[id].space == space) found.push_back(id);
+    return end == used_ ? entries_.size() : end;
+}
+
 BlockTable::Stats BlockTable::stats() const {
     Stats stats{states_[kWriting], states_[kReady], states_[kEvicting], entries_.size(), 0, {}};
     stats.bytes = entries_.bytes() + index_.bytes() + slot_map_.bytes() + domains_.bytes();

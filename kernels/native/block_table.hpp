@@ -150,6 +150,9 @@ class BlockTable {
 
     std::size_t count(std::uint32_t space) const;
     std::vector<std::uint32_t> entries_of(std::uint32_t space) const;
+    // Appends the READY entries of a space among the n entries from `first` on, in ascending order. Returns where to go on:
+    // the capacity, if no entry from there on was ever used.
+    std::size_t ready_among(std::uint32_t space, std::size_t first, std::size_t n, std::vector<std::uint32_t>& found) const;
     Stats stats() const;
     // Compares every structure with every other. Returns what does not fit, or an empty string. See block_table_check.cpp.
     std::string check() const;

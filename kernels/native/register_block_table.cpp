@@ -277,6 +277,17 @@ Array<std::uint32_t> entries_of(GuardedTable& guarded, std::uint32_t space) {
     return copied(found);
 }
 
+nb::tuple ready_among(GuardedTable& guarded, std::uint32_t space, std::size_t first, std::size_t n) {
+    const Table table(guarded);
+    std::vector<std::uint32_t> found;
+    std::size_t next = 0;
+    {
+        const nb::gil_scoped_release release;
+        next = table->ready_among(space, first, n, found);
+    }
+    return nb::make_tuple(copied(found), next);
+}
+
 nb::dict stats(GuardedTable& guarded) {
     const Table table(guarded);
     const BlockTable::Stats stats = table->stats();
@@ -479,6 +490,11 @@ void register_block_table(nb::module_& module) {
              "Number of blocks of a space, in whatever state.")
         .def("entries_of", &entries_of, "space"_a,
              "All entries of a space in ascending order. Reads the whole table, so it is not for the path of a request.")
+        .def("ready_among", &ready_among, "space"_a, "first"_a, "n"_a,
+             nb::sig("def ready_among(self, space: int, first: int, n: int)"
+                     " -> tuple[numpy.typing.NDArray[numpy.uint32], int]"),
+             "READY entries of a space among the n entries from `first` on, in ascending order; and where to go on, which is\n"
+             "the capacity if no entry from there on was ever used.")
         .def("stats", &stats,
              nb::sig("def stats(self) -> dict[str, typing.Any]"),
              "The numbers `writing`, `ready`, `evicting`, `capacity` and `bytes` (of a full table, with slot records as far as\n"

@@ -455,6 +455,12 @@ class BlockTable:
     def entries_of(self, space: int) -> U32:
         return np.array(sorted(e for e, block in self.blocks.items() if block.space == space), np.uint32)
 
+    def ready_among(self, space: int, first: int, n: int) -> tuple[U32, int]:
+        entries = self.entries_of(space)
+        following = self.capacity if not len(entries) or first + n >= self.used else first + n
+        entries = entries[(entries >= first) & (entries < first + n)]
+        return entries[self.states(entries) == READY], following
+
     def stats(self) -> dict[str, Any]:
         states = Counter(block.state for block in self.blocks.values())
         return {

@@ -730,6 +730,7 @@ class StatusResponse(google.protobuf.message.Message):
     TENANTS_FIELD_NUMBER: builtins.int
     REFUSED_IMPORTS_FIELD_NUMBER: builtins.int
     SHADOW_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
     version: builtins.str
     boot_nonce: builtins.int
     pid: builtins.int
@@ -768,6 +769,10 @@ class StatusResponse(google.protobuf.message.Message):
 
     @property
     def shadow(self) -> global___ShadowStatus: ...
+    @property
+    def events(self) -> global___EventsStatus:
+        """Not set if no KV events are published (events.endpoint)."""
+
     def __init__(
         self,
         *,
@@ -793,11 +798,77 @@ class StatusResponse(google.protobuf.message.Message):
         tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
         refused_imports: collections.abc.Iterable[global___RefusedImports] | None = ...,
         shadow: global___ShadowStatus | None = ...,
+        events: global___EventsStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "integrity", b"integrity", "pool", b"pool", "shadow", b"shadow"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "refused_imports", b"refused_imports", "shadow", b"shadow", "socket", b"socket", "state", b"state", "tenants", b"tenants", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "events", b"events", "integrity", b"integrity", "pool", b"pool", "shadow", b"shadow"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "events", b"events", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "refused_imports", b"refused_imports", "shadow", b"shadow", "socket", b"socket", "state", b"state", "tenants", b"tenants", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
 
 global___StatusResponse = StatusResponse
+
+@typing.final
+class EventsStatus(google.protobuf.message.Message):
+    """What is published for routers. Numbers count since the daemon started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: builtins.int
+    REPLAY_ENDPOINT_FIELD_NUMBER: builtins.int
+    ALIVE_FIELD_NUMBER: builtins.int
+    STREAMS_FIELD_NUMBER: builtins.int
+    BATCHES_FIELD_NUMBER: builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: builtins.int
+    REMOVED_BLOCKS_FIELD_NUMBER: builtins.int
+    RESETS_FIELD_NUMBER: builtins.int
+    REPLAYS_FIELD_NUMBER: builtins.int
+    REPLAYS_REFUSED_FIELD_NUMBER: builtins.int
+    REPLAYS_FORGOTTEN_FIELD_NUMBER: builtins.int
+    SHOWN_FIELD_NUMBER: builtins.int
+    KEPT_BATCHES_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    endpoint: builtins.str
+    replay_endpoint: builtins.str
+    """Empty: there are no replays."""
+    alive: builtins.bool
+    """Whether anything is still published."""
+    streams: builtins.int
+    """Topics, one for each namespace."""
+    batches: builtins.int
+    stored_blocks: builtins.int
+    removed_blocks: builtins.int
+    resets: builtins.int
+    """How often everything was told anew, because news came faster than they could be published."""
+    replays: builtins.int
+    """Replays that were asked for; requests that were refused, because they could not be read or were too many at once;
+    and replays without an end, because the subscriber had gone or was too slow.
+    """
+    replays_refused: builtins.int
+    replays_forgotten: builtins.int
+    shown: builtins.int
+    """How often everything of a topic had to be shown, because the batches that were asked for were gone."""
+    kept_batches: builtins.int
+    """What is kept for replays."""
+    kept_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        endpoint: builtins.str = ...,
+        replay_endpoint: builtins.str = ...,
+        alive: builtins.bool = ...,
+        streams: builtins.int = ...,
+        batches: builtins.int = ...,
+        stored_blocks: builtins.int = ...,
+        removed_blocks: builtins.int = ...,
+        resets: builtins.int = ...,
+        replays: builtins.int = ...,
+        replays_refused: builtins.int = ...,
+        replays_forgotten: builtins.int = ...,
+        shown: builtins.int = ...,
+        kept_batches: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "batches", b"batches", "endpoint", b"endpoint", "kept_batches", b"kept_batches", "kept_bytes", b"kept_bytes", "removed_blocks", b"removed_blocks", "replay_endpoint", b"replay_endpoint", "replays", b"replays", "replays_forgotten", b"replays_forgotten", "replays_refused", b"replays_refused", "resets", b"resets", "shown", b"shown", "stored_blocks", b"stored_blocks", "streams", b"streams"]) -> None: ...
+
+global___EventsStatus = EventsStatus
 
 @typing.final
 class ShadowStatus(google.protobuf.message.Message):

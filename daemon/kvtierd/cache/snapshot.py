@@ -143,6 +143,35 @@ class CopySnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsSnapshot:
+    """What is published for routers. Numbers count since the daemon started."""
+
+    endpoint: str
+    replay_endpoint: str
+    """Empty: there are no replays."""
+    alive: bool
+    """Whether anything is still published."""
+    streams: int
+    """Topics, one for each namespace."""
+    batches: int
+    stored_blocks: int
+    removed_blocks: int
+    resets: int
+    """How often everything was told anew, because news came faster than they could be published."""
+    replays: int
+    """Replays that were asked for."""
+    replays_refused: int
+    """Requests that could not be read, or were too many at once."""
+    replays_forgotten: int
+    """Replays that did not come to an end, because the subscriber had gone or was too slow."""
+    shown: int
+    """How often everything of a stream had to be shown, because the batches that were asked for were gone."""
+    kept_batches: int
+    kept_bytes: int
+    """What is kept for replays."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     state: str
     """"serving" or "draining"."""
@@ -159,3 +188,5 @@ class Snapshot:
     """In the order of the configuration."""
     copies: Mapping[str, CopySnapshot]
     """By direction: "store" and "load"."""
+    events: EventsSnapshot | None = None
+    """None: nothing is published."""

@@ -20,7 +20,7 @@ from kvtierd.core.blocks.tenants import Tenants, TenantShare
 from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.engines.instances import Instances
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import Epoch, Hashes, SessionId, SpaceId, Ticket
+from kvtierd.core.ids import Epoch, Hashes, SessionId, SpaceId, TenantTag, Ticket
 from kvtierd.core.maintenance.clearing import BlockClearing
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus, explain, places
 from kvtierd.core.maintenance.finding import find, space_of
@@ -61,6 +61,7 @@ class Machine:
         randomness: np.random.Generator | None = None,
         shares: Mapping[str, TenantShare] | None = None,
         policy: stimuli.PoolPolicy | None = None,
+        told_of: Callable[[TenantTag], bool] | None = None,
     ) -> None:
         """`table` is empty, and belongs to the machine from now on. `clock` gives monotonic seconds.
         `populated`: how many extents, from the first on, have memory already, before any `PoolPopulated`;
@@ -74,7 +75,8 @@ class Machine:
         its slab file. `store` has the same for a store that other hosts use as well; its id follows those of
         the disks. None of them is used before its `DiskRecovered`. `randomness` chooses what is sampled.
         `shares` has what is configured for tenants, by name. `policy` says which blocks of the host go first;
-        None: as the table does it.
+        None: as the table does it. `told_of` says whether TellOfBlocks tells of a tenant's blocks; None: of
+        nobody's.
         """
         self._clock = clock
         blocks = Blocks(table, geometry, integrity, populated=populated)
@@ -86,6 +88,7 @@ class Machine:
             store_policy=store_policy or stimuli.CoreDisks(),
             store_shelf=store,
             tenants=Tenants(shares or {}),
+            told_of=told_of,
             epoch_ids=itertools.count(first_epoch),
         )
         """For the validator and for tests to look at; nobody else changes anything in it."""
@@ -140,6 +143,8 @@ class Machine:
             stimuli.Resume: self._resume,
             stimuli.Reconfigure: self._reconfigure,
             stimuli.ShowLookups: self._show_lookups,
+            stimuli.ShowBlocks: self._show_blocks,
+            stimuli.TellAgain: self._tell_again,
             stimuli.Tick: self._tick,
         }
 
@@ -223,6 +228,8 @@ class Machine:
         self.lookups.ahead.go_on()
         self.core.pages.tick()
         self.core.shadow.tick(self.core.now_s)
+        if self.core.feed is not None:
+            self.core.feed.tick()
 
     # --- index pages ---
 
@@ -243,13 +250,24 @@ class Machine:
             )
         return self.core.plan(found.instance, group)
 
+    # --- news for routers ---
+
+    def _show_blocks(self, stimulus: stimuli.ShowBlocks) -> None:
+        assert self.core.feed is not None, "nobody is told of any blocks"
+        self.core.feed.show(stimulus.namespace)
+
+    def _tell_again(self, stimulus: stimuli.TellAgain) -> None:
+        assert self.core.feed is not None, "nobody is told of any blocks"
+        self.core.feed.again()
+
     # --- questions, which change nothing ---
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits for a tick: nothing is held or under way, and there are no disks."""
         core = self.core
-        return not (core.leases or core.transfers or core.pages.filling or core.below)
+        waits = core.leases or core.transfers or core.pages.filling or core.below
+        return not (waits or (core.feed is not None and core.feed.busy))
 
     def transfer(self, session: SessionId, epoch: Epoch, ticket: Ticket) -> TransferEnded | None:
         """How a transfer of the session's instance ended; None while it is active.

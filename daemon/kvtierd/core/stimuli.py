@@ -500,6 +500,18 @@ class ShowLookups(Stimulus):
     every: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ShowBlocks(Stimulus):
+    """Somebody wants to be shown everything that a namespace has, as actions TellOfBlocks."""
+
+    namespace: ids.NamespaceDigest
+
+
+@dataclass(frozen=True, slots=True)
+class TellAgain(Stimulus):
+    """What was told of blocks lately has not reached anybody: all of it is told anew."""
+
+
 class PoolPolicy(Enum):
     """Which blocks of the host go first."""
 

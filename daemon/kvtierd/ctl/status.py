@@ -34,6 +34,8 @@ def page(status: admin_pb2.StatusResponse) -> Group:
         name = title("Store" if disk.shared else "Disk", disk.path, disk.state, disk.why)
         parts.append(facts(name, _disk(disk, worker)))
     parts.append(facts(title("Traffic", "since the start"), _traffic(status)))
+    if status.HasField("events"):
+        parts.append(facts(title("Events", status.events.endpoint), _events(status.events)))
     parts.append(_engines(status))
     if status.tenants:
         parts.append(Group(title("Tenants"), indented(table(TENANT, status.tenants))))
@@ -193,6 +195,30 @@ def _traffic(status: admin_pb2.StatusResponse) -> Facts:
             "audits",
             f"{counters.audits:,} blocks computed by engines that could have loaded them: "
             f"{counters.audit_mismatches:,} were not what was stored",
+        )
+
+
+def _events(events: admin_pb2.EventsStatus) -> Facts:
+    """What routers are told."""
+    if not events.alive:
+        yield "STOPPED", "nothing is published any more; the daemon's log says why"
+    yield (
+        "published",
+        f"{events.batches:,} batches in {count(events.streams, 'topic')}: "
+        f"{events.stored_blocks:,} blocks stored, {events.removed_blocks:,} removed",
+    )
+    if events.resets:
+        yield "", f"{events.resets:,} times all of them anew, because news came too fast"
+    if not events.replay_endpoint:
+        yield "replays", "off"
+        return
+    kept = f"{events.kept_batches:,} batches kept, {human_size(events.kept_bytes)}"
+    yield "replays", f"{events.replays:,}, {events.shown:,} of them with all blocks of a topic; {kept}"
+    if events.replays_forgotten or events.replays_refused:
+        yield (
+            "",
+            f"{events.replays_forgotten:,} without an end (subscribers that had gone or were too slow), "
+            f"{events.replays_refused:,} refused",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvtierd.core.ids import (
     Rank,
     RegistrationId,
     SessionId,
+    TenantTag,
     Ticket,
     WorkerId,
 )
@@ -109,6 +110,7 @@ class Host:
         populated: int | None = None,
         store: PoolGeometry | None = None,
         store_policy: CoreDisks | None = None,
+        told_of: Callable[[TenantTag], bool] | None = None,
     ) -> None:
         """`table`: the class of the block table, or a table."""
         make = table if isinstance(table, type) else type(table)
@@ -127,13 +129,18 @@ class Host:
             populated=populated,
             store=None if store is None else (make(256, pages_of(store)), store),
             store_policy=store_policy,
+            told_of=told_of,
         )
+        self.on_actions: list[Callable[[list[Action]], None]] = []
+        """Are called with the actions of each stimulus."""
         self.actions: list[Action] = []
         """Of the last stimulus."""
         self.ids = itertools.count(1)
 
     def do(self, stimulus: Stimulus) -> Reply:
         reply, self.actions = self.machine.handle(stimulus)
+        for heard in self.on_actions:
+            heard(self.actions)
         self.validate()
         return reply
 

@@ -1,6 +1,6 @@
 """A snapshot with a different number in every place, to see each of them arrive."""
 
-from kvtierd.cache import DiskSnapshot, SessionAbout, Snapshot
+from kvtierd.cache import DiskSnapshot, EventsSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.snapshot import CopySnapshot, DeviceSnapshot, PoolSnapshot, WorkerSnapshot
 from kvtierd.core.ids import DiskId, Epoch, NamespaceDigest, SessionId, TenantTag, WorkerId
 from kvtierd.core.status import (
@@ -217,4 +217,20 @@ def busy_snapshot() -> Snapshot:
             "store": CopySnapshot(51, 0.52, {"DONE": 53, "FAILED": 1}),
             "load": CopySnapshot(61, 0.62, {}),
         },
+        events=EventsSnapshot(
+            endpoint="ipc:///run/events",
+            replay_endpoint="ipc:///run/replay",
+            alive=True,
+            streams=2,
+            batches=1_003,
+            stored_blocks=4_005,
+            removed_blocks=3_006,
+            resets=7,
+            replays=11,
+            replays_refused=12,
+            replays_forgotten=3,
+            shown=5,
+            kept_batches=903,
+            kept_bytes=91 << 10,
+        ),
     )

@@ -91,6 +91,28 @@ def test_people_see_what_each_disk_does_and_what_is_wrong_with_it(status: admin_
     assert "Disk" not in text
 
 
+def test_people_see_what_routers_are_told(status: admin_pb2.StatusResponse) -> None:
+    text = plain(page(status))
+    for part in (
+        "Events       ipc:///run/events\n",
+        "  published  1,003 batches in 2 topics: 4,005 blocks stored, 3,006 removed",
+        "7 times all of them anew, because news came too fast",
+        "  replays    11, 5 of them with all blocks of a topic; 903 batches kept, 91 KiB",
+        "3 without an end (subscribers that had gone or were too slow), 12 refused",
+    ):
+        assert part in text
+    assert "STOPPED" not in text
+    changed = admin_pb2.StatusResponse()
+    changed.MergeFrom(status)
+    changed.events.alive = False
+    changed.events.replay_endpoint = ""
+    text = plain(page(changed))
+    assert "  STOPPED    nothing is published any more; the daemon's log says why" in text
+    assert "  replays    off" in text
+    changed.ClearField("events")
+    assert "Events" not in plain(page(changed))
+
+
 def test_every_field_of_a_disk_arrives(status: admin_pb2.StatusResponse) -> None:
     fields = [field.name for field in admin_pb2.DiskStatus.DESCRIPTOR.fields]
     assert [name for name in fields if not any(getattr(disk, name) for disk in status.disks)] == []

@@ -294,6 +294,11 @@ class BlockTable(Protocol):
 
     def entries_of(self, space: int) -> Entries: ...
 
+    def ready_among(self, space: int, first: int, n: int) -> tuple[Entries, int]:
+        """READY entries of a space among the n entries from `first` on, in ascending order; and where to go
+        on, which is the capacity if no entry from there on was ever used."""
+        ...
+
     def stats(self) -> dict[str, Any]:
         """The numbers `writing`, `ready`, `evicting`, `capacity` and `bytes`, and `domains` (blocks per
         domain)."""

@@ -14,11 +14,12 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockTable
 from kvtierd.core.blocks.tenants import Tenants
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
+from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TenantTag, TransferNumber, WorkerId
 from kvtierd.core.state import entities
 from kvtierd.core.state.audits import Mismatches
 from kvtierd.core.state.below import Below
 from kvtierd.core.state.disks import Level
+from kvtierd.core.state.feed import BlockFeed
 from kvtierd.core.state.pages import IndexPages
 from kvtierd.core.state.size_shadow import SizeShadow
 from kvtierd.core.state.transitions import Entity, Event, Transitions
@@ -66,6 +67,9 @@ class CoreState:
     tenants: Tenants = field(default_factory=lambda: Tenants({}))
     below: Below = field(init=False)
     pages: IndexPages = field(init=False)
+    told_of: InitVar[Callable[[TenantTag], bool] | None] = None
+    """Whether blocks of a tenant are told of to routers; None if nobody is told of any."""
+    feed: BlockFeed | None = field(init=False)
     shadow: SizeShadow = field(init=False)
     tally: Tally = field(default_factory=Tally)
     transitions: Transitions = field(default_factory=Transitions)
@@ -104,6 +108,7 @@ class CoreState:
         self,
         disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]],
         store_shelf: tuple[BlockTable, PoolGeometry] | None,
+        told_of: Callable[[TenantTag], bool] | None,
     ) -> None:
         self.retention = BlockRetention(self.blocks, self.tally, self.limits)
         self.eviction = Eviction(self.blocks, self.tally, self.tenants, self.retention)
@@ -120,6 +125,7 @@ class CoreState:
             )
         self.below = Below(self.blocks, self.tally, levels)
         self.pages = IndexPages(self.blocks, self.below)
+        self.feed = None if told_of is None else BlockFeed(self.blocks, self.below, told_of)
         self.shadow = SizeShadow(self.blocks)
 
     def begin(self, now_s: float) -> None:
