@@ -96,11 +96,11 @@ def test_what_topics_are_made_of() -> None:
     for topic in ("", "kv@{pod}"):
         with pytest.raises(ConfigError, match=r"\{host\}, \{model\}, \{namespace\}"):
             load(endpoint=UNIX, tenants="*", topic=topic)
-    options = load(endpoint=UNIX, tenants="*", host="node-7").events.options(shared=False)
+    options = load(endpoint=UNIX, tenants="*", host="node-7").events.options(store=None)
     namespace = NamespaceDigest(bytes(range(16)))
     topic = options.topic_of(namespace, ABOUT).decode()
     assert topic == f"kvtier@node-7@org/a {{host}}@{namespace.hex()}", "a model's name stays as it is"
-    unnamed = load(endpoint=UNIX, tenants="*").events.options(shared=False)
+    unnamed = load(endpoint=UNIX, tenants="*").events.options(store=None)
     assert f"@{socket.gethostname()}@" in unnamed.topic_of(namespace, ABOUT).decode()
 
 
