@@ -42,12 +42,11 @@ class KnownBlocks:
         else:
             for block_hash in hashes:
                 self._put(block_hash, until_s)
-        if not plain or self._lesser:
+        if not plain:
+            self._lesser.update(dict.fromkeys(hashes, kept))
+        elif self._lesser:
             for block_hash in hashes:
-                if plain:
-                    self._lesser.pop(block_hash, None)
-                else:
-                    self._lesser[block_hash] = kept
+                self._lesser.pop(block_hash, None)
         self._bound()
 
     def seen(self, hashes: Sequence[bytes]) -> None:

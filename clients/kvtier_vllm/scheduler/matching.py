@@ -130,9 +130,9 @@ class Matcher:
     clock: Callable[[], float] = time.monotonic
     in_parts: bool = True
     """Whether readable blocks that are not leased yet are promised as well, behind some that are."""
-    block_s: Callable[[], float] = float
+    block_s: Callable[[], float] = lambda: 0.0
     """Returns the seconds in which the engine computes a unit; 0 if that is not known."""
-    step_s: Callable[[], float] = float
+    step_s: Callable[[], float] = lambda: 0.0
     """Returns the seconds until a request that was answered None is asked about again; 0 for hardly any."""
     counters: MatchCounters = field(default_factory=MatchCounters)
     _now_s: float = field(init=False, default=0.0)
