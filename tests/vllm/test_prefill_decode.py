@@ -92,7 +92,7 @@ def serve(host: DaemonHost, model: Path, log: Path, stack: ExitStack) -> ApiServ
     return server
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_what_one_engine_computes_another_answers(
     hosts: int,
     new_host: NewHost,

@@ -175,7 +175,7 @@ def busy_snapshot() -> Snapshot:
         ),
         draining=False,
         shadow=ShadowStatus(True, 0.125, 0.25, 0.375, 0.2625, 2e5, 0.5),
-        disks=(disk_status(0, "live"), disk_status(1, "failing")),
+        disks=(disk_status(0, "live"), disk_status(1, "failing"), disk_status(2, "live")),
     )
     return Snapshot(
         state="serving",
@@ -211,6 +211,9 @@ def busy_snapshot() -> Snapshot:
             DiskSnapshot("/mnt/a", 64 << 20, "live", "", "", True, 81, 82 << 10, 0.8, core.disks[0]),
             DiskSnapshot(
                 "/mnt/b", 64 << 20, "failing", "EIO", "no slab yet", False, 0, 0, 0.1, core.disks[1], True
+            ),
+            DiskSnapshot(
+                "s3://kv/blocks", 64 << 20, "live", "", "", False, 0, 0, 0.0, core.disks[2], shared=True
             ),
         ),
         copies={
