@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo bench bench-peers test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-remote test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo demo-two-hosts bench bench-peers test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-remote test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -46,6 +46,9 @@ test-light: setup-light ## the tests that need no engine: on every Python from 3
 
 demo: setup ## two engines, one cache: the story of the README, on this machine
 	@$(PY) -m tools.demo
+
+demo-two-hosts: setup ## what an engine of one host computed, one of another host gets back from what they share
+	@$(PY) -m tools.demo_two_hosts
 
 bench: setup-light ## the speed figures that need no GPU; the last line is JSON
 	@$(PY) -m tests.benchmarks
@@ -100,8 +103,8 @@ test-faults-long: test-faults
 docs: ## the documentation site, into build/site; fails on a link or an anchor that leads nowhere
 	@tools/setup.sh tools && $(PY) -m tools.docs_site
 
-figures: ## the plot in the README, drawn anew from the numbers in docs/figures
-	@tools/setup.sh tools && .venv/bin/uv run --quiet --no-project --python $(PY) --with 'matplotlib>=3.10,<4' tools/draw_figures.py
+figures: ## the plots in docs/figures, drawn anew from the numbers there
+	@tools/setup.sh tools && .venv/bin/uv run --quiet --no-project --python $(PY) --with 'matplotlib>=3.10,<4' -m tools.draw_figures
 
 pictures: setup ## the pictures of the dashboard in docs/: ten minutes of real engines, on Debian (its Prometheus)
 	@$(PY) -m tests.deploy.picture --out docs

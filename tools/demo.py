@@ -168,14 +168,14 @@ def disk(stack: ExitStack) -> dict[str, str]:
     }
 
 
-def keep_to_ourselves(stack: ExitStack) -> None:
-    """Sets variables for every process of the demo: what they cache goes to build/demo, what they leave in
-    the temporary folder ends with us, and the metrics port is nobody else's."""
+def keep_to_ourselves(stack: ExitStack, folder: Path = OUT) -> None:
+    """Sets variables for every process of the demo: what they cache goes to `folder`, what they leave in the
+    temporary folder ends with us, and the metrics port is nobody else's."""
     # The folder is in /tmp, because the paths of the Unix sockets in it have to be short.
     temporary = tempfile.mkdtemp(prefix="kvtier-demo-", dir="/tmp")
     stack.callback(shutil.rmtree, temporary, ignore_errors=True)
     os.environ["TMPDIR"] = tempfile.tempdir = temporary
-    os.environ["XDG_CACHE_HOME"] = str(OUT / "cache")
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     os.environ["KVTIER_METRICS_LISTEN"] = "127.0.0.1:0"
 
 
@@ -247,6 +247,8 @@ class Engines:
     model: Path
     environment: dict[str, str]
     stack: ExitStack
+    folder: Path = OUT
+    """Where their logs go."""
 
     def start(self, name: str) -> Engine:
         options = EngineOptions(
@@ -258,7 +260,7 @@ class Engines:
             environment=self.environment,
         )
         started = time.monotonic()
-        engine = Engine.start(options, OUT / f"{name}.log")
+        engine = Engine.start(options, self.folder / f"{name}.log")
         self.stack.callback(engine.kill)
         say(f"  {name}: vLLM is up, pid {engine.pid} ({time.monotonic() - started:.0f} s)")
         return engine

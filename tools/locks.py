@@ -29,7 +29,10 @@ def requirements() -> dict[str, list[str]]:
     about, extras = project["project"], project["project"]["optional-dependencies"]
     tools = [each for each in extras["dev"] if each.startswith(BUILD_TOOLS)]
     return {
-        "daemon.lock": [*about["dependencies"], *extras["daemon"], *extras["encryption"], *extras["store"]],
+        "daemon.lock": [
+            *about["dependencies"],
+            *(each for extra in ("daemon", "encryption", "store", "events") for each in extras[extra]),
+        ],
         "build.lock": [*project["build-system"]["requires"], *tools],
     }
 

@@ -307,7 +307,7 @@ class BlockTable:
     def pins(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint32]:
         """Number of pins of each entry."""
 
-    def flags(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint8]:
+    def flags(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint16]:
         """Flags of each entry."""
 
     def set_flags(self, entries: numpy.typing.NDArray[numpy.uint32], flags: int) -> None:
@@ -362,6 +362,12 @@ class BlockTable:
     def entries_of(self, space: int) -> numpy.typing.NDArray[numpy.uint32]:
         """
         All entries of a space in ascending order. Reads the whole table, so it is not for the path of a request.
+        """
+
+    def ready_among(self, space: int, first: int, n: int) -> tuple[numpy.typing.NDArray[numpy.uint32], int]:
+        """
+        READY entries of a space among the n entries from `first` on, in ascending order; and where to go on, which is
+        the capacity if no entry from there on was ever used.
         """
 
     def stats(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ void BlockTable::lookup(std::uint32_t space, std::span<const std::uint8_t> hashe
             const std::uint32_t found = index_.find(
                 tags[i], [&](std::uint32_t id) { return same(id, space, keys + i * kHashBytes); });
             entries[start + i] = found;
-            states[start + i] = found == kNoEntry ? std::uint8_t{kAbsent} : entries_[found].state;
+            states[start + i] = found == kNoEntry ? std::uint8_t{kAbsent} : static_cast<std::uint8_t>(entries_[found].state);
         }
     }
 }
@@ -90,7 +90,7 @@ std::size_t BlockTable::lookup_prefix(std::uint32_t space, std::span<const std::
 }
 
 std::uint32_t BlockTable::create(std::uint32_t space, std::uint16_t domain, const std::uint8_t* hash, std::uint32_t tag,
-                                 std::uint8_t flags) {
+                                 std::uint16_t flags) {
     std::uint32_t id = free_;
     if (id != kNoEntry)
         free_ = entries_[id].next;
@@ -103,7 +103,7 @@ std::uint32_t BlockTable::create(std::uint32_t space, std::uint16_t domain, cons
     entry.prev = entry.next = kNoEntry;
     entry.pins = 0;
     entry.domain = domain;
-    entry.flags = flags;
+    entry.flags = flags & kFlags;
     entry.state = kWriting;
     ++states_[kWriting];
     ++domains_[domain].live;
@@ -113,7 +113,7 @@ std::uint32_t BlockTable::create(std::uint32_t space, std::uint16_t domain, cons
 }
 
 void BlockTable::insert(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes,
-                        std::uint8_t flags, std::uint32_t* entries, std::uint8_t* created) {
+                        std::uint16_t flags, std::uint32_t* entries, std::uint8_t* created) {
     const std::size_t n = hashes.size() / kHashBytes;
     if (n == 0) return;
     // This is the only allocation, and comes before anything changes.
@@ -171,7 +171,7 @@ void BlockTable::require_distinct(const Entry& entry, Entries entries, std::size
 
 void BlockTable::require_state(const Entry& entry, Entries entries, std::size_t i, BlockState state) const {
     if (entry.state != state)
-        refuse("entries[", i, "] is ", entries[i], ", which is ", state_name(entry.state), "; expected ",
+        refuse("entries[", i, "] is ", entries[i], ", which is ", state_name(static_cast<std::uint8_t>(entry.state)), "; expected ",
                state_name(state));
 }
 
@@ -457,7 +457,7 @@ std::size_t BlockTable::victims(std::uint16_t domain, std::size_t n, std::uint32
     return found;
 }
 
-std::size_t BlockTable::coldest(std::uint16_t domain, std::size_t n, std::uint8_t without_flags, std::size_t horizon,
+std::size_t BlockTable::coldest(std::uint16_t domain, std::size_t n, std::uint16_t without_flags, std::size_t horizon,
                                 std::uint32_t* out) const {
     std::size_t found = 0, seen = 0;
     for (std::uint32_t id = domains_[domain].oldest - 1; id != kNoEntry && found < n && seen < horizon;
@@ -466,14 +466,14 @@ std::size_t BlockTable::coldest(std::uint16_t domain, std::size_t n, std::uint8_
     return found;
 }
 
-void BlockTable::set_flags(Entries entries, std::uint8_t flags) {
+void BlockTable::set_flags(Entries entries, std::uint16_t flags) {
     for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
-    for (const std::uint32_t id : entries) entries_[id].flags |= flags;
+    for (const std::uint32_t id : entries) entries_[id].flags = (entries_[id].flags | flags) & kFlags;
 }
 
-void BlockTable::clear_flags(Entries entries, std::uint8_t flags) {
+void BlockTable::clear_flags(Entries entries, std::uint16_t flags) {
     for (std::size_t i = 0; i < entries.size(); ++i) live(entries, i);
-    for (const std::uint32_t id : entries) entries_[id].flags &= static_cast<std::uint8_t>(~flags);
+    for (const std::uint32_t id : entries) entries_[id].flags = entries_[id].flags & ~flags & kFlags;
 }
 
 // --- slots ---------------------------------------------------------------------------------------------------------------
@@ -593,6 +593,15 @@ std::vector<std::uint32_t> BlockTable::entries_of(std::uint32_t space) const {
     for (std::uint32_t id = 0; found.size() < expected; ++id)
         if (entries_[id].state != kAbsent && entries_[id].space == space) found.push_back(id);
     return found;
+}
+
+std::size_t BlockTable::ready_among(std::uint32_t space, std::size_t first, std::size_t n,
+                                    std::vector<std::uint32_t>& found) const {
+    if (count(space) == 0 || first >= used_) return entries_.size();
+    const auto end = static_cast<std::uint32_t>(first + std::min<std::size_t>(n, used_ - first));
+    for (auto id = static_cast<std::uint32_t>(first); id < end; ++id)
+        if (entries_[id].state == kReady && entries_[id].space == space) found.push_back(id);
+    return end == used_ ? entries_.size() : end;
 }
 
 BlockTable::Stats BlockTable::stats() const {

@@ -26,6 +26,8 @@ constexpr std::size_t kDomains = 65536;
 constexpr std::size_t kCapacityMax = std::size_t{1} << 30;
 // More pins than leases and transfers can ever hold on one block, so that a leak is found long before a counter wraps.
 constexpr std::uint32_t kPinsMax = (1u << 20) - 1;
+constexpr int kFlagBits = 12;
+constexpr std::uint16_t kFlags = (1u << kFlagBits) - 1;
 
 enum BlockState : std::uint8_t { kAbsent = 0, kWriting = 1, kReady = 2, kEvicting = 3 };
 enum Created : std::uint8_t { kExisted = 0, kCreated = 1, kTableFull = 2 };
@@ -44,8 +46,8 @@ class BlockTable {
         std::uint32_t generation;
         std::uint32_t staged;  // how often the batch being checked names this entry; 0 between calls
         std::uint16_t domain;
-        std::uint8_t state;
-        std::uint8_t flags;
+        std::uint16_t state : 4;
+        std::uint16_t flags : kFlagBits;
     };
     static_assert(sizeof(Entry) == 64, "one cache line");
 
@@ -64,7 +66,7 @@ class BlockTable {
     // Writes the leading run of READY entries and returns its length; `ended` is the state of the block after it.
     std::size_t lookup_prefix(std::uint32_t space, std::span<const std::uint8_t> hashes, std::uint32_t* entries,
                               std::uint8_t* ended) const;
-    void insert(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes, std::uint8_t flags,
+    void insert(std::uint32_t space, std::uint16_t domain, std::span<const std::uint8_t> hashes, std::uint16_t flags,
                 std::uint32_t* entries, std::uint8_t* created);
 
     void attach_slots(Entries entries, const std::uint32_t* slots, std::size_t world);
@@ -117,12 +119,12 @@ class BlockTable {
     std::vector<std::byte> learnt() const { return order_ ? order_->saved() : std::vector<std::byte>{}; }
     bool restore_learnt(std::span<const std::byte> saved) { return order_ && order_->restore(saved); }
     // Up to n of the first `horizon` victims that have none of these flags.
-    std::size_t coldest(std::uint16_t domain, std::size_t n, std::uint8_t without_flags, std::size_t horizon,
+    std::size_t coldest(std::uint16_t domain, std::size_t n, std::uint16_t without_flags, std::size_t horizon,
                         std::uint32_t* out) const;
     // How many victims a domain has.
     std::size_t evictable(std::uint16_t domain) const { return domains_[domain].linked; }
-    void set_flags(Entries entries, std::uint8_t flags);
-    void clear_flags(Entries entries, std::uint8_t flags);
+    void set_flags(Entries entries, std::uint16_t flags);
+    void clear_flags(Entries entries, std::uint16_t flags);
 
     // Calls read(i, entry) for each entry. Throws before the first call if one of them is not live.
     template <class Read>
@@ -148,6 +150,9 @@ class BlockTable {
 
     std::size_t count(std::uint32_t space) const;
     std::vector<std::uint32_t> entries_of(std::uint32_t space) const;
+    // Appends the READY entries of a space among the n entries from `first` on, in ascending order. Returns where to go on:
+    // the capacity, if no entry from there on was ever used.
+    std::size_t ready_among(std::uint32_t space, std::size_t first, std::size_t n, std::vector<std::uint32_t>& found) const;
     Stats stats() const;
     // Compares every structure with every other. Returns what does not fit, or an empty string. See block_table_check.cpp.
     std::string check() const;
@@ -183,7 +188,7 @@ class BlockTable {
                                                                                        std::span<const std::uint8_t> hashes) const;
     void rank_by(std::unique_ptr<ReuseOrder> order);
     std::uint32_t create(std::uint32_t space, std::uint16_t domain, const std::uint8_t* hash, std::uint32_t tag,
-                         std::uint8_t flags);
+                         std::uint16_t flags);
     void set_state(Entry& entry, BlockState state) {
         --states_[entry.state];
         entry.state = state;

@@ -15,7 +15,7 @@ std::string BlockTable::check() const {
     for (std::uint32_t id = 0; id < used_; ++id) {
         const Entry& entry = entries_[id];
         if (entry.staged != 0) return text("entry ", id, " is still staged");
-        if (entry.state > kEvicting) return text("entry ", id, " has state ", int{entry.state});
+        if (entry.state > kEvicting) return text("entry ", id, " has state ", static_cast<int>(entry.state));
         if (entry.state == kAbsent) continue;
         ++live_count;
         ++by_state[entry.state];

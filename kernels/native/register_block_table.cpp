@@ -82,8 +82,13 @@ nb::tuple lookup_prefix(GuardedTable& guarded, std::uint32_t space, HashesArg ha
     return nb::make_tuple(run, int{ended});
 }
 
+void check_flags(std::uint16_t flags) {
+    if (flags > kFlags) refuse("flags is ", flags, "; expected at most ", kFlags);
+}
+
 nb::tuple insert(GuardedTable& guarded, std::uint32_t space, std::uint16_t domain, HashesArg hashes_arg,
-                 std::uint8_t flags) {
+                 std::uint16_t flags) {
+    check_flags(flags);
     const Hashes hashes(hashes_arg);
     Array<std::uint32_t> entries = make_array<std::uint32_t>(hashes.rows());
     Array<std::uint8_t> created = make_array<std::uint8_t>(hashes.rows());
@@ -132,21 +137,22 @@ void change(GuardedTable& guarded, EntriesArg entries_arg) {
     ((*table).*Change)(entries.span());
 }
 
-template <void (BlockTable::*Change)(BlockTable::Entries, std::uint8_t)>
-void change_flags(GuardedTable& guarded, EntriesArg entries_arg, std::uint8_t flags) {
+template <void (BlockTable::*Change)(BlockTable::Entries, std::uint16_t)>
+void change_flags(GuardedTable& guarded, EntriesArg entries_arg, std::uint16_t flags) {
+    check_flags(flags);
     const Entries entries(entries_arg);
     const Table table(guarded);
     ((*table).*Change)(entries.span(), flags);
 }
 
-// One field of each entry as an array.
-template <auto Field>
-auto field(GuardedTable& guarded, EntriesArg entries_arg) {
-    using T = std::remove_cvref_t<decltype(std::declval<BlockTable::Entry>().*Field)>;
+// What `get` returns of each entry as an array.
+template <auto Get>
+auto each(GuardedTable& guarded, EntriesArg entries_arg) {
+    using T = decltype(Get(std::declval<const BlockTable::Entry&>()));
     const Entries entries(entries_arg);
     Array<T> out = make_array<T>(entries.rows());
     const Table table(guarded);
-    table->read(entries.span(), [&](std::size_t i, const BlockTable::Entry& entry) { out.data[i] = entry.*Field; });
+    table->read(entries.span(), [&](std::size_t i, const BlockTable::Entry& entry) { out.data[i] = Get(entry); });
     return out;
 }
 
@@ -249,7 +255,7 @@ Array<std::uint32_t> victims(GuardedTable& guarded, std::uint16_t domain, std::s
     return copied(found);
 }
 
-Array<std::uint32_t> coldest(GuardedTable& guarded, std::uint16_t domain, std::size_t n, std::uint8_t without_flags,
+Array<std::uint32_t> coldest(GuardedTable& guarded, std::uint16_t domain, std::size_t n, std::uint16_t without_flags,
                              std::size_t horizon) {
     const Table table(guarded);
     const std::size_t steps = std::min(horizon, table->evictable(domain));
@@ -269,6 +275,17 @@ Array<std::uint32_t> entries_of(GuardedTable& guarded, std::uint32_t space) {
         found = table->entries_of(space);
     }
     return copied(found);
+}
+
+nb::tuple ready_among(GuardedTable& guarded, std::uint32_t space, std::size_t first, std::size_t n) {
+    const Table table(guarded);
+    std::vector<std::uint32_t> found;
+    std::size_t next = 0;
+    {
+        const nb::gil_scoped_release release;
+        next = table->ready_among(space, first, n, found);
+    }
+    return nb::make_tuple(copied(found), next);
 }
 
 nb::dict stats(GuardedTable& guarded) {
@@ -295,9 +312,8 @@ nb::dict dump(GuardedTable& guarded) {
         flat.insert(flat.end(), own.begin(), own.end());
     });
     const std::size_t n = ids.size();
-    Array<std::uint8_t> hashes = make_array<std::uint8_t>(n, kHashBytes), states = make_array<std::uint8_t>(n),
-                        flags = make_array<std::uint8_t>(n);
-    Array<std::uint16_t> domains = make_array<std::uint16_t>(n);
+    Array<std::uint8_t> hashes = make_array<std::uint8_t>(n, kHashBytes), states = make_array<std::uint8_t>(n);
+    Array<std::uint16_t> flags = make_array<std::uint16_t>(n), domains = make_array<std::uint16_t>(n);
     Array<std::uint32_t> spaces = make_array<std::uint32_t>(n), pins = make_array<std::uint32_t>(n),
                          generations = make_array<std::uint32_t>(n);
     std::size_t i = 0;
@@ -434,16 +450,16 @@ void register_block_table(nb::module_& module) {
         .def("coldest", &coldest, "domain"_a, "n"_a, "without_flags"_a, "horizon"_a,
              "Of the `horizon` least recent victims of a domain, up to n that have none of these flags, least recent first.\n"
              "Changes nothing.")
-        .def("states", &field<&T::Entry::state>, "entries"_a, "State of each entry.")
-        .def("pins", &field<&T::Entry::pins>, "entries"_a, "Number of pins of each entry.")
-        .def("flags", &field<&T::Entry::flags>, "entries"_a, "Flags of each entry.")
+        .def("states", &each<[](const T::Entry& entry) { return static_cast<std::uint8_t>(entry.state); }>, "entries"_a, "State of each entry.")
+        .def("pins", &each<[](const T::Entry& entry) { return entry.pins; }>, "entries"_a, "Number of pins of each entry.")
+        .def("flags", &each<[](const T::Entry& entry) { return static_cast<std::uint16_t>(entry.flags); }>, "entries"_a, "Flags of each entry.")
         .def("set_flags", &change_flags<&T::set_flags>, "entries"_a, "flags"_a, "Sets these bits of each entry's flags.")
         .def("clear_flags", &change_flags<&T::clear_flags>, "entries"_a, "flags"_a,
              "Clears these bits of each entry's flags.")
         .def("hashes", &hashes_of, "entries"_a, "Hash of each entry, shape (n, 32).")
-        .def("spaces", &field<&T::Entry::space>, "entries"_a, "Space of each entry.")
-        .def("domains", &field<&T::Entry::domain>, "entries"_a, "Eviction domain of each entry.")
-        .def("generations", &field<&T::Entry::generation>, "entries"_a,
+        .def("spaces", &each<[](const T::Entry& entry) { return entry.space; }>, "entries"_a, "Space of each entry.")
+        .def("domains", &each<[](const T::Entry& entry) { return entry.domain; }>, "entries"_a, "Eviction domain of each entry.")
+        .def("generations", &each<[](const T::Entry& entry) { return entry.generation; }>, "entries"_a,
              "How many blocks have lived in each entry before this one (modulo 2^32).")
         .def("publish",
              [](GuardedTable& guarded, std::uint32_t space, std::shared_ptr<SharedIndexPage> page) {
@@ -474,6 +490,11 @@ void register_block_table(nb::module_& module) {
              "Number of blocks of a space, in whatever state.")
         .def("entries_of", &entries_of, "space"_a,
              "All entries of a space in ascending order. Reads the whole table, so it is not for the path of a request.")
+        .def("ready_among", &ready_among, "space"_a, "first"_a, "n"_a,
+             nb::sig("def ready_among(self, space: int, first: int, n: int)"
+                     " -> tuple[numpy.typing.NDArray[numpy.uint32], int]"),
+             "READY entries of a space among the n entries from `first` on, in ascending order; and where to go on, which is\n"
+             "the capacity if no entry from there on was ever used.")
         .def("stats", &stats,
              nb::sig("def stats(self) -> dict[str, typing.Any]"),
              "The numbers `writing`, `ready`, `evicting`, `capacity` and `bytes` (of a full table, with slot records as far as\n"

@@ -98,6 +98,15 @@ CASES = [
         {"disk": "/mnt/a", "state": "failing"},
     ),
     Case(
+        "KvtierStoreRefuses",
+        "warning",
+        {'kvtier_disk_state{disk="s3://kv/a", state="refusing"}': "0 1x18"},
+        {'kvtier_disk_state{disk="s3://kv/a", state="live"}': "1x19"},
+        "18m",
+        "s3://kv/a takes nothing of host-1: it is full, or forbids writing",
+        {"disk": "s3://kv/a", "state": "refusing"},
+    ),
+    Case(
         "KvtierDiskTooSlow",
         "info",
         {

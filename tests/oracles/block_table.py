@@ -416,8 +416,8 @@ class BlockTable:
     def pins(self, entries: U32) -> U32:
         return np.array([block.pins for block in self._blocks(entries)], np.uint32)
 
-    def flags(self, entries: U32) -> U8:
-        return np.array([block.flags for block in self._blocks(entries)], np.uint8)
+    def flags(self, entries: U32) -> U16:
+        return np.array([block.flags for block in self._blocks(entries)], np.uint16)
 
     def set_flags(self, entries: U32, flags: int) -> None:
         for block in self._blocks(entries):
@@ -454,6 +454,12 @@ class BlockTable:
 
     def entries_of(self, space: int) -> U32:
         return np.array(sorted(e for e, block in self.blocks.items() if block.space == space), np.uint32)
+
+    def ready_among(self, space: int, first: int, n: int) -> tuple[U32, int]:
+        entries = self.entries_of(space)
+        following = self.capacity if not len(entries) or first + n >= self.used else first + n
+        entries = entries[(entries >= first) & (entries < first + n)]
+        return entries[self.states(entries) == READY], following
 
     def stats(self) -> dict[str, Any]:
         states = Counter(block.state for block in self.blocks.values())

@@ -10,20 +10,20 @@ from kvtierd.core.blocks.blocks import BlockSnapshot
 from kvtierd.core.blocks.table import BlockFlag, BlockState
 from kvtierd.core.disk.promotion import POOL_FRACTION_MAX
 from kvtierd.core.state.core_state import CoreState
-from kvtierd.core.state.disks import JOB_SLOTS_MAX, UNREADABLE_KEPT, Disk
+from kvtierd.core.state.disks import JOB_SLOTS_MAX, UNREADABLE_KEPT, Disk, Level
 from kvtierd.core.state.entities import DiskJob
 from kvtierd.core.state.transitions import DiskJobState, DiskState, WorkerState
 
 Dump = dict[str, npt.NDArray[Any]]
 _NONE = np.empty(0, np.uint32)
-CLEAN, QUEUED, LATE = int(BlockFlag.CLEAN), int(BlockFlag.QUEUED), int(BlockFlag.LATE)
+LATE = int(BlockFlag.LATE)
 HOST_ONLY = int(BlockFlag.HOST_ONLY)
 READY, WRITING = int(BlockState.READY), int(BlockState.WRITING)
 
 
 def jobs_of(core: CoreState, kind: DiskJobKind) -> list[DiskJob]:
     """All jobs of one kind that have not ended, of all disks."""
-    return [job for disk in core.disks.all for job in disk.jobs.values() if job.kind is kind]
+    return [job for disk in core.below.all for job in disk.jobs.values() if job.kind is kind]
 
 
 def check_disk(core: CoreState, disk: Disk, dump: Dump) -> None:
@@ -31,7 +31,9 @@ def check_disk(core: CoreState, disk: Disk, dump: Dump) -> None:
     _check_holds(disk, dump)
     _check_jobs(core, disk)
     _check_state(core, disk)
-    own = core.disks.place(dump["hashes"]) == disk.disk if len(dump["hashes"]) else np.ones(0)
+    own = (
+        disk.level.place(dump["hashes"]) == disk.level.all.index(disk) if len(dump["hashes"]) else np.ones(0)
+    )
     assert own.all(), "a disk has a block that nobody would look for there"
     late = dump["flags"] & LATE != 0
     assert (dump["states"][late] == READY).all() or disk.blocks.condemned, "what is not READY is unreadable"
@@ -78,7 +80,7 @@ def _check_jobs(core: CoreState, disk: Disk) -> None:
         assert counted == sizes[kind], f"{sizes[kind]} bytes of {kind.name}, {counted} are counted"
     posted = [job.posted_s for job in disk.jobs.values()]
     assert posted == sorted(posted), "jobs are out of order"
-    policy = core.disks.policy
+    policy = disk.level.policy
     limits = {DiskJobKind.READ: policy.read_queue_bytes, DiskJobKind.WRITE: policy.write_queue_bytes}
     for kind, limit in limits.items():
         largest = max((job.domain.block_bytes for job in disk.jobs.values() if job.kind is kind), default=0)
@@ -101,40 +103,47 @@ def _check_state(core: CoreState, disk: Disk) -> None:
         assert not disk.jobs, "a disk is used of which it is not known what it holds"
         assert disk.blocks.live == 0
     if disk.live:
-        assert disk.errors_in_row < core.disks.policy.errors_max, "so many errors, and it is used on"
+        assert disk.errors_in_row < disk.level.policy.errors_max, "so many errors, and it is used on"
 
 
 def check_host_flags(core: CoreState, dump: Dump) -> None:
-    """CLEAN: the block is READY here, and READY and readable on its disk. QUEUED: a write has it. LATE: a
-    read that is late has it."""
-    flags, states, entries = dump["flags"], dump["states"], dump["entries"]
+    """For each level, clean: the block is READY here, and READY and readable on its disk. Queued: a write has
+    it. LATE: a read that is late has it."""
+    for level in core.below.levels:
+        _check_marks(core, level, dump)
+    flags, entries = dump["flags"], dump["entries"]
+    late_jobs = [job for job in jobs_of(core, DiskJobKind.READ) if job.late]
+    assert core.below.late_jobs == len(late_jobs), "late jobs are miscounted"
+    late = np.sort(np.concatenate([_NONE, *(job.host_entries for job in late_jobs)]))
+    assert np.array_equal(entries[flags & LATE != 0], late), "a block is told LATE, or not, against its job"
+
+
+def _check_marks(core: CoreState, level: Level, dump: Dump) -> None:
+    flags, states, entries, marks = dump["flags"], dump["states"], dump["entries"], level.marks
     ready = states == READY
     on_disk = np.zeros(len(entries), np.bool_)
     for space in np.unique(dump["spaces"][ready]).tolist():
         own = np.flatnonzero(ready & (dump["spaces"] == space))
         hashes = np.ascontiguousarray(dump["hashes"][own])
-        for disk, chosen in core.disks.by_disk(hashes):
+        for disk, chosen in level.by_disk(hashes):
             found = disk.find(space, np.ascontiguousarray(hashes[chosen]))
             on_disk[own[chosen]] = found != 0xFFFF_FFFF
-    wrong = entries[ready & (on_disk != (flags & CLEAN != 0))]
-    assert len(wrong) == 0, f"entries {wrong.tolist()} are told CLEAN, or not, against what disks have"
-    assert not (flags[states == WRITING] & (CLEAN | QUEUED)).any(), "what is being written is no block yet"
+    wrong = entries[ready & (on_disk != (flags & marks.clean != 0))]
+    assert len(wrong) == 0, f"entries {wrong.tolist()} are told clean, or not, against what disks have"
+    assert not (flags[states == WRITING] & (marks.clean | marks.queued)).any(), (
+        "what is being written is no block yet"
+    )
 
-    both = QUEUED | HOST_ONLY
+    both = marks.queued | HOST_ONLY
     assert not (flags & both == both).any(), "what is to stay on the host is being written to a disk"
 
     queued = [_NONE]
-    for job in jobs_of(core, DiskJobKind.WRITE):
+    for job in (job for job in jobs_of(core, DiskJobKind.WRITE) if core.below.all[job.disk].level is level):
         assert isinstance(job.host_seen, BlockSnapshot)
         queued.append(job.host_seen.entries[core.blocks.are_still(job.host_seen)])
-    told = entries[flags & QUEUED != 0]
+    told = entries[flags & marks.queued != 0]
     expected = np.sort(np.concatenate(queued))
-    assert np.array_equal(told, expected), f"{told.tolist()} are QUEUED, jobs write {expected.tolist()}"
-
-    late_jobs = [job for job in jobs_of(core, DiskJobKind.READ) if job.late]
-    assert core.disks.late_jobs == len(late_jobs), "late jobs are miscounted"
-    late = np.sort(np.concatenate([_NONE, *(job.host_entries for job in late_jobs)]))
-    assert np.array_equal(entries[flags & LATE != 0], late), "a block is told LATE, or not, against its job"
+    assert np.array_equal(told, expected), f"{told.tolist()} are queued, jobs write {expected.tolist()}"
 
 
 def check_promotions(core: CoreState) -> None:

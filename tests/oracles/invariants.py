@@ -62,14 +62,14 @@ def validate(machine: Machine, coming: Iterable[int] = ()) -> None:
         _check_transfer(core, transfer)
     _check_transfers_together(core)
     _check_doubts(core, dump)
-    for disk in core.disks.all:
+    for disk in core.below.all:
         disk.blocks.table.check()
         on_disk = disk.blocks.table.dump()
         _check_blocks(disk.blocks, on_disk, Counter())
         _check_slots(disk.blocks, on_disk)
         _check_condemned(disk.blocks, on_disk)
         check_disk(core, disk, on_disk)
-    if core.disks:
+    if core.below:
         check_host_flags(core, dump)
         check_promotions(core)
 

@@ -36,7 +36,7 @@ def worker_lost(world: World) -> None:
     if not workers:
         return
     worker = world.random.choice(workers)
-    disk = world.machine.core.disks.all[worker.slab.disk]
+    disk = world.machine.core.below.all[worker.slab.disk]
     world.faults["disk worker lost", disk.state.name] += 1
     for job in disk.jobs.values():
         if job.worker.worker == worker.worker:
@@ -82,10 +82,10 @@ def rots(world: World) -> None:
 
 def scrub(world: World) -> None:
     number = DiskId(world.random.randrange(3))
-    if number >= len(world.slabs) or world.shared:
+    if number >= len(world.slabs) or world.machine.core.below.all[number].shared:
         world.refused(StartScrub(number), Reason.MODE_UNSUPPORTED)
         return
-    disk = world.machine.core.disks.all[number]
+    disk = world.machine.core.below.all[number]
     if not disk.live:
         world.refused(StartScrub(number), Reason.WORKER_UNAVAILABLE)
     elif disk.scrub is not None and not disk.scrub.over:

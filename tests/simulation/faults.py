@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 from kvtierd.core.actions import ClearReply
@@ -27,6 +28,7 @@ from kvtierd.core.stimuli import (
     UnregisterMemory,
     Verify,
     WorkerLost,
+    WriteMode,
 )
 
 from tests.simulation.engine import (
@@ -34,7 +36,7 @@ from tests.simulation.engine import (
     SCHEDULER,
 )
 from tests.simulation.worker import Told
-from tests.simulation.world import LIMITS, SAMPLED_BYTES_PER_S, World
+from tests.simulation.world import DISK_POLICY, LIMITS, SAMPLED_BYTES_PER_S, World
 
 
 def engine_dies(world: World) -> None:
@@ -85,12 +87,13 @@ def clear(world: World) -> None:
         entries = core.blocks.table.entries_of(space)
         unpinned = entries[core.blocks.table.pins(entries) == 0]
         states, flags = core.blocks.table.states(unpinned), core.blocks.table.flags(unpinned)
-        left = unpinned[(states == BlockState.READY) & (flags & (BlockFlag.QUEUED | BlockFlag.CLEAN) == 0)]
+        below = BlockFlag.QUEUED | BlockFlag.CLEAN | BlockFlag.STORE_QUEUED | BlockFlag.STORE_CLEAN
+        left = unpinned[(states == BlockState.READY) & (flags & below == 0)]
         # Evicted and stored again while a disk is still writing it, it is under way, too.
         hashes, idle = core.blocks.table.hashes(left), np.ones(len(left), np.bool_)
-        for disk, own in core.disks.by_disk(hashes):
+        for disk, own in (each for level in core.below.levels for each in level.by_disk(hashes)):
             _, on_disk = disk.blocks.table.lookup(space, np.ascontiguousarray(hashes[own]))
-            idle[own] = on_disk != BlockState.WRITING
+            idle[own] &= on_disk != BlockState.WRITING
         assert not idle.any(), "a block that nothing holds has stayed"
 
 
@@ -237,7 +240,12 @@ def other_policy(world: World) -> None:
         policy = PoolPolicy.LRU
     world.faults["policy", policy.value] += 1
     world.do(
-        Reconfigure(world.random.choice((0, SAMPLED_BYTES_PER_S)), world.machine.core.disks.policy, policy)
+        Reconfigure(
+            world.random.choice((0, SAMPLED_BYTES_PER_S)),
+            replace(DISK_POLICY, mode=world.random.choice(list(WriteMode))),
+            policy,
+            replace(DISK_POLICY, mode=world.random.choice(list(WriteMode))),
+        )
     )
 
 

@@ -235,7 +235,7 @@ class FakeStoreWorker(FakeDiskWorker):
                 self.locations[number] = (pack, image.slots[number].generation)
                 image.make_ready([number], [int(job.post.clocks[place])])
         yield
-        self._tell(job, failed, set(), broken)
+        self._tell(job, failed, set(), broken, refused=broken and random.random() < 0.5)
 
     def _get(self, number: int) -> tuple[bool, Any]:
         """Whether the store has the block of a slot, and what it has."""
@@ -298,7 +298,14 @@ class FakeStoreWorker(FakeDiskWorker):
         self._tell(job, failed, corrupt, broken, gone)
 
     def _tell(
-        self, job: Job, failed: set[int], corrupt: set[int], broken: bool, gone: set[int] | None = None
+        self,
+        job: Job,
+        failed: set[int],
+        corrupt: set[int],
+        broken: bool,
+        gone: set[int] | None = None,
+        *,
+        refused: bool = False,
     ) -> None:
         gone = gone or set()
         done = len(job.numbers) - len(failed) - len(gone)
@@ -312,6 +319,7 @@ class FakeStoreWorker(FakeDiskWorker):
                 bytes=done * PAGE_BYTES,
                 busy_s=0.001 * (1 + len(job.numbers)),
                 gone=np.array(sorted(gone), np.uint32),
+                refused=refused,
             )
         )
 

@@ -143,9 +143,9 @@ class World:
         geometry = PoolGeometry(self.random.choice((3, 8)), 1 << 15, 2 << 20)
         self.slabs = [FakeSlab(DiskId(disk), geometry) for disk in range(self.random.choice((0, 1, 1, 2)))]
         self.shared = Random(-seed - 1).random() < SHARED_FRACTION
-        """Whether there is a store in place of disks."""
+        """Whether there is a store, below the disks if there are some."""
         if self.shared:
-            self.slabs = [FakeStore(DiskId(0), geometry)]
+            self.slabs.append(FakeStore(DiskId(len(self.slabs)), geometry))
         self._start()
 
     def _new_pool(self) -> FakePool:
@@ -158,7 +158,7 @@ class World:
         """Nothing holds a block of any tier for ever, whatever was said of who follows whom. Where some are
         held for a time, those before them stay as well."""
         core = self.machine.core
-        for blocks in (core.blocks, *(disk.blocks for disk in core.disks.all)):
+        for blocks in (core.blocks, *(disk.blocks for disk in core.below.all)):
             dump = blocks.table.dump()
             free = (dump["states"] == BlockState.READY) & (dump["pins"] == 0)
             for domain in blocks.domains.by_id:
@@ -180,6 +180,9 @@ class World:
         capacity = self.random.choice((64, 20, 14) if self.slabs else (64, 64, 14))
         table = self._table(capacity, GEOMETRY, ranks=self.ranks)
         self.verify = self.random.choice(list(Verify))
+        shelves = [
+            (self._table(self.random.choice((64, 20)), slab.geometry), slab.geometry) for slab in self.slabs
+        ]
         self.machine = Machine(
             table,
             lambda: self.now_s,
@@ -187,12 +190,10 @@ class World:
             GEOMETRY,
             populated=self.pool.populated,
             integrity=CoreIntegrity(self.verify, SAMPLED_BYTES_PER_S, REMEMBERED),
-            disks=[
-                (self._table(self.random.choice((64, 20)), slab.geometry), slab.geometry)
-                for slab in self.slabs
-            ],
+            disks=shelves[:-1] if self.shared else shelves,
             disk_policy=replace(DISK_POLICY, mode=self.random.choice(list(WriteMode))),
-            shared=self.shared,
+            store=shelves[-1] if self.shared else None,
+            store_policy=replace(DISK_POLICY, mode=self.random.choice(list(WriteMode))),
             randomness=np.random.default_rng(self.random.getrandbits(32)),
             policy=PoolPolicy.REUSE if self.ranks else PoolPolicy.LRU,
         )
@@ -264,7 +265,7 @@ class World:
         self.outcomes["blocks not held as was asked"] += core.tally.unheld_blocks
         self.outcomes["blocks evicted before a disk had them"] += core.tally.evicted_unwritten_blocks
         self.outcomes["blocks corrupt on a disk"] += core.tally.corrupt_on_disk
-        for disk in core.disks.all:
+        for disk in core.below.all:
             self.outcomes["blocks written to a disk"] += disk.tally.written_blocks
             self.outcomes["blocks evicted from a disk"] += disk.tally.evicted_blocks
             self.outcomes["extents of a disk reclaimed"] += disk.tally.reclaimed_extents
@@ -378,7 +379,7 @@ class World:
         space = core.blocks.spaces.ids.get((engine.digest, group))  # type: ignore[arg-type]
         if space is None or (engine.digest, group, key) in self.condemned:
             return False
-        return bool(core.disks.find(space, as_hashes([key]))[0] != NO_ENTRY)
+        return bool(core.below.find(space, as_hashes([key]))[0] != NO_ENTRY)
 
     def is_late(self, engine: Engine, group: int, key: bytes) -> bool:
         """Whether a block is WRITING, and told to be a miss all the same."""
@@ -392,7 +393,7 @@ class World:
     def _check_disks(self) -> None:
         """A disk's table and the image of its records say the same, but for what its worker has not told
         yet."""
-        for disk, slab in zip(self.machine.core.disks.all, self.slabs, strict=True):
+        for disk, slab in zip(self.machine.core.below.all, self.slabs, strict=True):
             if slab.disk not in self.recovered_disks:
                 continue
             dump = disk.blocks.table.dump()
@@ -549,7 +550,7 @@ class World:
         assert not self.machine.core.sessions
         assert not self.pages
         assert not self.machine.core.parts
-        assert not any(disk.jobs for disk in self.machine.core.disks.all)
+        assert not any(disk.jobs for disk in self.machine.core.below.all)
 
     def expected(self, engine: Engine, group: int, key: bytes) -> int:
         name = (engine.digest, group, key)
@@ -648,7 +649,7 @@ def snapshot(machine: Machine, *, counters: bool = True) -> tuple[Any, ...]:
             core.transfers.items()}, list(core.parts), list(core.names), list(core.workers),
             core.draining, core.blocks.history.total, core.check,
             repr(core.tally) if counters else None, [_disk_snapshot(disk) for disk in
-            core.disks.all], )  # fmt: skip
+            core.below.all], )  # fmt: skip
 
 
 def _disk_snapshot(disk: Disk) -> tuple[Any, ...]:

@@ -105,9 +105,11 @@ class PlainClient:
         instance: str,
         namespace: Namespace = NAMESPACE,
         configuration: Settings = (),
+        prefill_tokens_per_s: float = 0.0,
     ) -> None:
         self.cache = Cache()
         self._configuration = configuration
+        self._prefill_tokens_per_s = prefill_tokens_per_s
         self.client = Client(**self._options(socket, instance, namespace))
 
     def _options(self, socket: Path, instance: str, namespace: Namespace) -> ClientOptions:
@@ -119,6 +121,7 @@ class PlainClient:
             "socket": socket,
             "program": "tests",
             "configuration": self._configuration,
+            "prefill_tokens_per_s": self._prefill_tokens_per_s,
         }
 
     def ready(self) -> Self:

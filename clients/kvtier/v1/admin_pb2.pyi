@@ -285,8 +285,8 @@ class NamespaceStatus(google.protobuf.message.Message):
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvtier.v1.types_pb2.Setting]:
-        """What its engines have said about it, by name, without the salt. Only with the first group of each namespace in an
-        answer.
+        """What its engines have said about it, by name, without the salt: the fields of its Namespace, of each group what is
+        short, and a fingerprint of each rank's layout. Only with the first group of each namespace in an answer.
         """
 
     def __init__(
@@ -730,6 +730,7 @@ class StatusResponse(google.protobuf.message.Message):
     TENANTS_FIELD_NUMBER: builtins.int
     REFUSED_IMPORTS_FIELD_NUMBER: builtins.int
     SHADOW_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
     version: builtins.str
     boot_nonce: builtins.int
     pid: builtins.int
@@ -768,6 +769,10 @@ class StatusResponse(google.protobuf.message.Message):
 
     @property
     def shadow(self) -> global___ShadowStatus: ...
+    @property
+    def events(self) -> global___EventsStatus:
+        """Not set if no KV events are published (events.endpoint)."""
+
     def __init__(
         self,
         *,
@@ -793,11 +798,77 @@ class StatusResponse(google.protobuf.message.Message):
         tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
         refused_imports: collections.abc.Iterable[global___RefusedImports] | None = ...,
         shadow: global___ShadowStatus | None = ...,
+        events: global___EventsStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "integrity", b"integrity", "pool", b"pool", "shadow", b"shadow"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "refused_imports", b"refused_imports", "shadow", b"shadow", "socket", b"socket", "state", b"state", "tenants", b"tenants", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["blocks", b"blocks", "counters", b"counters", "events", b"events", "integrity", b"integrity", "pool", b"pool", "shadow", b"shadow"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "boot_nonce", b"boot_nonce", "counters", b"counters", "disks", b"disks", "events", b"events", "held_blocks", b"held_blocks", "held_bytes", b"held_bytes", "instances", b"instances", "integrity", b"integrity", "leased_blocks", b"leased_blocks", "leases", b"leases", "metrics_url", b"metrics_url", "pid", b"pid", "pool", b"pool", "refused_imports", b"refused_imports", "shadow", b"shadow", "socket", b"socket", "state", b"state", "tenants", b"tenants", "transfers_active", b"transfers_active", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]) -> None: ...
 
 global___StatusResponse = StatusResponse
+
+@typing.final
+class EventsStatus(google.protobuf.message.Message):
+    """What is published for routers. Numbers count since the daemon started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: builtins.int
+    REPLAY_ENDPOINT_FIELD_NUMBER: builtins.int
+    ALIVE_FIELD_NUMBER: builtins.int
+    STREAMS_FIELD_NUMBER: builtins.int
+    BATCHES_FIELD_NUMBER: builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: builtins.int
+    REMOVED_BLOCKS_FIELD_NUMBER: builtins.int
+    RESETS_FIELD_NUMBER: builtins.int
+    REPLAYS_FIELD_NUMBER: builtins.int
+    REPLAYS_REFUSED_FIELD_NUMBER: builtins.int
+    REPLAYS_FORGOTTEN_FIELD_NUMBER: builtins.int
+    SHOWN_FIELD_NUMBER: builtins.int
+    KEPT_BATCHES_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    endpoint: builtins.str
+    replay_endpoint: builtins.str
+    """Empty: there are no replays."""
+    alive: builtins.bool
+    """Whether anything is still published."""
+    streams: builtins.int
+    """Topics, one for each namespace."""
+    batches: builtins.int
+    stored_blocks: builtins.int
+    removed_blocks: builtins.int
+    resets: builtins.int
+    """How often everything was told anew, because news came faster than they could be published."""
+    replays: builtins.int
+    """Replays that were asked for; requests that were refused, because they could not be read or were too many at once;
+    and replays without an end, because the subscriber had gone or was too slow.
+    """
+    replays_refused: builtins.int
+    replays_forgotten: builtins.int
+    shown: builtins.int
+    """How often everything of a topic had to be shown, because the batches that were asked for were gone."""
+    kept_batches: builtins.int
+    """What is kept for replays."""
+    kept_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        endpoint: builtins.str = ...,
+        replay_endpoint: builtins.str = ...,
+        alive: builtins.bool = ...,
+        streams: builtins.int = ...,
+        batches: builtins.int = ...,
+        stored_blocks: builtins.int = ...,
+        removed_blocks: builtins.int = ...,
+        resets: builtins.int = ...,
+        replays: builtins.int = ...,
+        replays_refused: builtins.int = ...,
+        replays_forgotten: builtins.int = ...,
+        shown: builtins.int = ...,
+        kept_batches: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "batches", b"batches", "endpoint", b"endpoint", "kept_batches", b"kept_batches", "kept_bytes", b"kept_bytes", "removed_blocks", b"removed_blocks", "replay_endpoint", b"replay_endpoint", "replays", b"replays", "replays_forgotten", b"replays_forgotten", "replays_refused", b"replays_refused", "resets", b"resets", "shown", b"shown", "stored_blocks", b"stored_blocks", "streams", b"streams"]) -> None: ...
+
+global___EventsStatus = EventsStatus
 
 @typing.final
 class ShadowStatus(google.protobuf.message.Message):
@@ -977,10 +1048,11 @@ class DiskStatus(google.protobuf.message.Message):
     SCRUB_BLOCKS_FIELD_NUMBER: builtins.int
     SCRUBBED_BLOCKS_FIELD_NUMBER: builtins.int
     ENCRYPTED_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     path: builtins.str
     state: builtins.str
-    """"starting", "live", "off" (its worker cannot use it, or is being replaced), "failing" (too many errors; it is tried
-    again after a while).
+    """"starting", "live", "refusing" (a store is read, but takes nothing), "off" (its worker cannot use it, or is being
+    replaced), "failing" (too many errors; it is tried again after a while).
     """
     why: builtins.str
     """Why the disk is not live, in one sentence."""
@@ -1014,6 +1086,10 @@ class DiskStatus(google.protobuf.message.Message):
     scrubbed_blocks: builtins.int
     encrypted: builtins.bool
     """Whether its blocks are encrypted (disk.encryption_keys)."""
+    shared: builtins.bool
+    """Whether it is the store that hosts share (store.url), which comes after the disks. `used_bytes` and `blocks` are
+    then what this host knows of it, of `capacity_bytes` at most.
+    """
     def __init__(
         self,
         *,
@@ -1042,8 +1118,9 @@ class DiskStatus(google.protobuf.message.Message):
         scrub_blocks: builtins.int = ...,
         scrubbed_blocks: builtins.int = ...,
         encrypted: builtins.bool = ...,
+        shared: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "corrupt_blocks", b"corrupt_blocks", "corrupt_slots", b"corrupt_slots", "direct_io", b"direct_io", "encrypted", b"encrypted", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "path", b"path", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_bytes_per_s", b"read_bytes_per_s", "reading_bytes", b"reading_bytes", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "scrub_blocks", b"scrub_blocks", "scrubbed_blocks", b"scrubbed_blocks", "state", b"state", "used_bytes", b"used_bytes", "why", b"why", "write_bytes_per_s", b"write_bytes_per_s", "writing_bytes", b"writing_bytes", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "corrupt_blocks", b"corrupt_blocks", "corrupt_slots", b"corrupt_slots", "direct_io", b"direct_io", "encrypted", b"encrypted", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "path", b"path", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_bytes_per_s", b"read_bytes_per_s", "reading_bytes", b"reading_bytes", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "scrub_blocks", b"scrub_blocks", "scrubbed_blocks", b"scrubbed_blocks", "shared", b"shared", "state", b"state", "used_bytes", b"used_bytes", "why", b"why", "write_bytes_per_s", b"write_bytes_per_s", "writing_bytes", b"writing_bytes", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]) -> None: ...
 
 global___DiskStatus = DiskStatus
 

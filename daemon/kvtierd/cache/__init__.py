@@ -5,10 +5,10 @@
 
 from kvtierd.cache.clearing import Cleared
 from kvtierd.cache.disks import DiskFile
-from kvtierd.cache.facade import Cache, Event, Listener
+from kvtierd.cache.facade import Cache, Event, Listener, Teller
 from kvtierd.cache.growing import grow
 from kvtierd.cache.learning import LearntFile
-from kvtierd.cache.snapshot import DiskSnapshot, SessionAbout, Snapshot
+from kvtierd.cache.snapshot import DiskSnapshot, EventsSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.ticks import run_ticks
 from kvtierd.cache.waiters import WAITS_PER_EPOCH_MAX
 from kvtierd.wire.worker_pb2 import DeviceRange, MappedGroup
@@ -24,12 +24,14 @@ __all__ = [
     "DiskFile",
     "DiskSnapshot",
     "Event",
+    "EventsSnapshot",
     "LearntFile",
     "Listener",
     "MappedGroup",
     "PacketChannel",
     "SessionAbout",
     "Snapshot",
+    "Teller",
     "grow",
     "run_ticks",
 ]

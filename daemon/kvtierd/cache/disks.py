@@ -43,6 +43,8 @@ class DiskFile:
     encrypted: bool = False
     writable: frozenset[TenantTag] | None = None
     """The tenants for whose blocks there is a key; None for all."""
+    shared: bool = False
+    """Whether it is the store."""
     start: DiskStart | None = None
     """None until its first worker is live and the records are read."""
     held: list[WorkerStimulus] | None = None
@@ -80,7 +82,7 @@ class DiskFiles:
         return self._disks[number]
 
     def __iter__(self) -> Iterator[DiskFile]:
-        """Disks in the order of the configuration."""
+        """Disks in the order of the configuration, and after them the store."""
         return iter(self._disks)
 
     def __len__(self) -> int:
@@ -145,6 +147,9 @@ class DiskFiles:
         self._post(DiskRecovered(disk.number, found.recovered))
         for stimulus in later:
             self._tell(disk, stimulus)
+        if disk.shared:
+            log.info("store is looked through", url=disk.place)
+            return
         log.info(
             "disk starts cold" if cold_reason else "disk starts warm",
             path=disk.place,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import numpy as np
 from kvtier_kernels import PoolRecords
@@ -38,6 +38,14 @@ Listener = Callable[[Event], None]
 log = logger(__name__)
 
 
+class Teller(Protocol):
+    """Who passes news of blocks on to routers. It never waits."""
+
+    def tell(self, news: Sequence[actions.BlockNews]) -> None: ...
+
+    def status(self) -> snapshot.EventsSnapshot: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Session:
     listener: Listener
@@ -61,9 +69,12 @@ class Cache:
         disks: Sequence[DiskFile] = (),
         pool_path: Path | None,
         pages_max: int,
+        teller: Teller | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pages_max`: index pages, each of which takes a descriptor."""
+        """`pages_max`: index pages, each of which takes a descriptor. `teller` passes news of blocks on
+        to routers; None if there are none."""
+        self._teller = teller
         self._machine = machine
         self._pool = pool
         self._workers = workers
@@ -195,6 +206,9 @@ class Cache:
                 self._workers.orders.release_session(action.worker, action.session)
             case actions.WithdrawPage():
                 self.pages.withdraw(action.space)
+            case actions.TellOfBlocks():
+                assert self._teller is not None, "nobody is to be told"
+                self._teller.tell(action.news)
             case actions.AssignExtent():
                 self._records(action.disk).format_extent(action.extent, action.slot_bytes)
             case _:
@@ -339,8 +353,8 @@ class Cache:
 
     def scrub(self) -> list[str]:
         """Has every block on the disks compared with its checksum. Returns the paths of the disks where that
-        has begun. Raises Refusal if there are no disks."""
-        if not len(self.disks):
+        has begun. Raises Refusal if there are no disks. A store is not compared as a whole."""
+        if all(disk.shared for disk in self.disks):
             raise Refusal(
                 Reason.MODE_UNSUPPORTED,
                 "there is no disk tier: set disk.paths, and start the daemon again",
@@ -349,7 +363,7 @@ class Cache:
             )
         begun = []
         for disk, status in zip(self.disks, self._machine.status().disks, strict=True):
-            if status.state == "live" and not status.scrubbing:
+            if status.state == "live" and not status.scrubbing and not disk.shared:
                 self.handle(stimuli.StartScrub(disk.number))
                 begun.append(disk.place)
         return begun
@@ -436,6 +450,7 @@ class Cache:
                 snapshot.WorkerSnapshot.of(handle, workers, mapped.get(handle.worker, 0))
                 for handle in workers.workers.values()
             ),
+            events=None if self._teller is None else self._teller.status(),
             copies={
                 direction.name.lower(): snapshot.CopySnapshot(
                     total.copied_bytes, total.copy_ns / 1e9, dict(total.outcomes)

@@ -94,10 +94,10 @@ class DeviceSnapshot:
 @dataclass(frozen=True, slots=True)
 class DiskSnapshot:
     path: str
-    """The directory."""
+    """The directory, or the URL of the store."""
     capacity_bytes: int
     state: str
-    """"starting", "live", "off" or "failing"."""
+    """"starting", "live", "refusing", "off" or "failing"."""
     why: str
     """Why it is not live, in one sentence."""
     cold_reason: str
@@ -108,6 +108,8 @@ class DiskSnapshot:
     recovery_s: float
     core: DiskStatus
     encrypted: bool = False
+    shared: bool = False
+    """Whether it is the store."""
 
     @classmethod
     def of(cls, disk: DiskFile, core: DiskStatus, device: SupervisedDevice) -> Self:
@@ -126,6 +128,7 @@ class DiskSnapshot:
             recovery_s=start.seconds if start else 0.0,
             core=core,
             encrypted=disk.encrypted,
+            shared=disk.shared,
         )
 
 
@@ -137,6 +140,35 @@ class CopySnapshot:
     copy_s: float
     outcomes: Mapping[str, int]
     """Parts by how they ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventsSnapshot:
+    """What is published for routers. Numbers count since the daemon started."""
+
+    endpoint: str
+    replay_endpoint: str
+    """Empty: there are no replays."""
+    alive: bool
+    """Whether anything is still published."""
+    streams: int
+    """Topics, one for each namespace."""
+    batches: int
+    stored_blocks: int
+    removed_blocks: int
+    resets: int
+    """How often everything was told anew, because news came faster than they could be published."""
+    replays: int
+    """Replays that were asked for."""
+    replays_refused: int
+    """Requests that could not be read, or were too many at once."""
+    replays_forgotten: int
+    """Replays that did not come to an end, because the subscriber had gone or was too slow."""
+    shown: int
+    """How often everything of a stream had to be shown, because the batches that were asked for were gone."""
+    kept_batches: int
+    kept_bytes: int
+    """What is kept for replays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +188,5 @@ class Snapshot:
     """In the order of the configuration."""
     copies: Mapping[str, CopySnapshot]
     """By direction: "store" and "load"."""
+    events: EventsSnapshot | None = None
+    """None: nothing is published."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvtierd.config import settings as s
 from kvtierd.config.disk import DiskConfig, Refuse, check_disks, check_extents
+from kvtierd.config.events import EventsConfig, check_events
 from kvtierd.config.people import (
     ROOT,
     People,
@@ -347,6 +348,7 @@ class Config:
     disk: DiskConfig = field(default_factory=DiskConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -403,9 +405,10 @@ def load(
     config = Config(**reading.build())
     _check(config, reading.refuse)
     check_remote(config.remote, reading.refuse)
+    check_events(config.events, reading.refuse)
     has_disks = bool(config.disk.paths) or reading.broken("disk.paths")
     check_disks(config.disk, reading.refuse, wanted=has_disks)
-    check_store(config.store, reading.refuse, has_disks=has_disks)
+    check_store(config.store, reading.refuse)
     reading.raise_errors()
     return Loaded(config, reading.given, file)
 

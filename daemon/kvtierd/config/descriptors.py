@@ -14,6 +14,8 @@ PER_DISK = 8
 """A disk's image, and its worker's channel and pidfd, twice during a replacement."""
 REMOTE_CONNECTIONS = 64
 """Connections of routers and schedulers on other hosts."""
+EVENT_SUBSCRIBERS = 128
+"""Connections of those who read KV events, and ask for replays."""
 PER_SESSION = 4
 """A side connection, a pidfd, and two connections of gRPC."""
 PAGES = 512
@@ -56,7 +58,8 @@ def shares_within(config: Config, limit: float) -> DescriptorShares:
 
 def _of_daemon(config: Config) -> int:
     remote = REMOTE_CONNECTIONS if config.remote.on else 0
-    return OF_OUR_OWN + RESERVE + len(config.disk.paths) * PER_DISK + remote
+    events = EVENT_SUBSCRIBERS if config.events.on else 0
+    return OF_OUR_OWN + RESERVE + len(config.disk.paths) * PER_DISK + remote + events
 
 
 def _of_clients(config: Config) -> int:

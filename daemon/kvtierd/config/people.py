@@ -138,6 +138,17 @@ def tenant_shares(raw: object) -> tuple[WrittenShare, ...]:
     return found
 
 
+def tenant_names(raw: object) -> tuple[str, ...]:
+    """Parses a list of tenants, or a text with commas between them; it may be empty."""
+    found = tuple(part.strip() for part in _parts(raw))
+    for tenant in found:
+        if not tenant or len(tenant) > TENANT_CHARACTERS_MAX:
+            raise ValueError(f"{tenant!r}: a tenant has 1 to {TENANT_CHARACTERS_MAX} characters")
+        if "=" in tenant:
+            raise ValueError(f"{tenant!r} is a rule: write the tenant alone, what is behind the sign")
+    return found
+
+
 def _tenant_share(part: str) -> WrittenShare:
     tenant, equals, share = (each.strip() for each in part.rpartition("="))
     numbers = share.split("-")

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 from kvtierd.config import settings as s
 from kvtierd.config.disk import DISK_BYTES_MAX, QUEUE_BYTES_MIN, Refuse, check_extents
+from kvtierd.config.people import tenant_names
+from kvtierd.core.blocks.namespaces import tag_of
+from kvtierd.core.errors import Refusal
 from kvtierd.core.stimuli import CoreDisks, WriteMode
+from kvtierd.tiers.store.drivers import find_driver
 
-SCHEMES = ("s3", "gs", "az", "abfss", "https", "file")
-_URL = re.compile(rf"({'|'.join(SCHEMES)})://.+")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 _OPTION = re.compile(r"([a-z][a-z0-9_]*)=(.*)")
 _STORE = CoreDisks()
 
@@ -17,7 +20,10 @@ def url(raw: object) -> str:
     """A URL of a store, or nothing."""
     found = s.text(raw).rstrip("/") if raw else ""
     if found and not _URL.fullmatch(found):
-        raise ValueError("write s3://BUCKET/FOLDER, gs://…, az://…, or file:///FOLDER for a shared folder")
+        raise ValueError(
+            "write s3://BUCKET/FOLDER, gs://…, az://…, file:///FOLDER for a shared folder, or what another "
+            "driver says"
+        )
     return found
 
 
@@ -44,14 +50,15 @@ class StoreConfig:
         "",
         url,
         "Where blocks are shared with other hosts: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER, "
-        "or file:///FOLDER on a file system that they share. Empty: nowhere.",
+        "file:///FOLDER on a file system that they share, or what another driver says. Empty: nowhere.",
         metavar="URL",
     )
     options: tuple[tuple[str, str], ...] = s.setting(
         (),
         options,
-        "What the store's client is told besides, as obstore names it, for example endpoint and region: "
-        "NAME=VALUE with commas between them. Credentials come from the environment, or from the machine.",
+        "What the store's driver is told besides, for kvtier's own as obstore names it, for example endpoint "
+        "and region: NAME=VALUE with commas between them. Credentials come from the environment, or from the "
+        "machine.",
         metavar="OPTIONS",
     )
     size: int = s.setting(
@@ -65,6 +72,13 @@ class StoreConfig:
         "When a block is put into the store: on-reuse (when it is found for the first time), through (as "
         "soon as it is stored) or back (before it is evicted).",
         metavar="MODE",
+    )
+    tenants: tuple[str, ...] = s.setting(
+        (),
+        tenant_names,
+        "The tenants whose blocks are put into the store, and looked for there; uid:N is a user without a "
+        "rule. Empty: all.",
+        metavar="TENANT,...",
     )
     write_bytes_per_s: int = s.setting(
         _STORE.write_bytes_per_s, s.size, "At most so many bytes are put in a second. 0: any number."
@@ -101,16 +115,18 @@ class StoreConfig:
             errors_max=self.errors_max,
             probe_after_s=self.probe_after_s,
             recompute_if_faster=self.recompute_if_faster,
+            tenants=frozenset(map(tag_of, self.tenants)) if self.tenants else None,
         )
 
 
-def check_store(store: StoreConfig, refuse: Refuse, *, has_disks: bool) -> None:
+def check_store(store: StoreConfig, refuse: Refuse) -> None:
     """Refuses settings that are wrong only together with others."""
     if not store.url:
         return
-    if has_disks:
-        advice = "a daemon has disks or a store below its memory, not both yet: leave disk.paths out, or this"
-        refuse("store.url", store.url, advice, "disk.paths")
+    try:
+        find_driver(store.url)
+    except Refusal as refusal:
+        refuse("store.url", store.url, refusal.message)
     check_extents(refuse, "store", store.size, 0)
     if store.size > DISK_BYTES_MAX:
         refuse("store.size", s.format_size(store.size), f"write at most {s.format_size(DISK_BYTES_MAX)}")

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtierd.core import ids
+from kvtierd.core.blocks.namespaces import NamespaceAbout
 from kvtierd.core.errors import Refusal
 from kvtierd.core.stimuli import Signals
 
@@ -220,6 +221,40 @@ class Notify:
     event: TransferEnded | InstanceView | SessionEnded
 
 
+class NewsKind(Enum):
+    """What is told of blocks to those who route by it."""
+
+    CLEARED = "cleared"
+    """Nothing of the namespace counts any more. What it has is told after this."""
+    STORED = "stored"
+    REMOVED = "removed"
+    SHOWING = "showing"
+    """Everything that the namespace has follows as SHOWN, for those who have asked."""
+    SHOWN = "shown"
+    SHOWN_ALL = "shown_all"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockNews:
+    """Blocks of one group have come to a tier, or left it; or what `NewsKind` says of a namespace as a
+    whole."""
+
+    kind: NewsKind
+    namespace: ids.NamespaceDigest
+    hashes: ids.Hashes
+    group: int = 0
+    disk: ids.DiskId | None = None
+    about: NamespaceAbout | None = None
+    """Of CLEARED: what is known of the namespace."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TellOfBlocks:
+    """Tell routers all of this, in this order."""
+
+    news: tuple[BlockNews, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class WithdrawPage:
     """Nobody uses the space any more, so its index page may go."""
@@ -241,6 +276,7 @@ Action = (
     | RevokePart
     | ReleaseSession
     | WithdrawPage
+    | TellOfBlocks
     | Notify
 )
 

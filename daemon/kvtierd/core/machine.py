@@ -20,7 +20,7 @@ from kvtierd.core.blocks.tenants import Tenants, TenantShare
 from kvtierd.core.disk.tier import DiskTier
 from kvtierd.core.engines.instances import Instances
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import Epoch, Hashes, SessionId, SpaceId, Ticket
+from kvtierd.core.ids import Epoch, Hashes, SessionId, SpaceId, TenantTag, Ticket
 from kvtierd.core.maintenance.clearing import BlockClearing
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus, explain, places
 from kvtierd.core.maintenance.finding import find, space_of
@@ -56,10 +56,12 @@ class Machine:
         integrity: stimuli.CoreIntegrity | None = None,
         disks: Sequence[tuple[BlockTable, PoolGeometry]] = (),
         disk_policy: stimuli.CoreDisks | None = None,
-        shared: bool = False,
+        store: tuple[BlockTable, PoolGeometry] | None = None,
+        store_policy: stimuli.CoreDisks | None = None,
         randomness: np.random.Generator | None = None,
         shares: Mapping[str, TenantShare] | None = None,
         policy: stimuli.PoolPolicy | None = None,
+        told_of: Callable[[TenantTag], bool] | None = None,
     ) -> None:
         """`table` is empty, and belongs to the machine from now on. `clock` gives monotonic seconds.
         `populated`: how many extents, from the first on, have memory already, before any `PoolPopulated`;
@@ -70,10 +72,11 @@ class Machine:
         anything.
 
         `disks` has, for each disk in the order of their ids, an empty table of its own and the geometry of
-        its slab file. No disk is used before its `DiskRecovered`. With `shared` there is one, and it is a
-        store that other hosts use as well. `randomness` chooses what is sampled.
+        its slab file. `store` has the same for a store that other hosts use as well; its id follows those of
+        the disks. None of them is used before its `DiskRecovered`. `randomness` chooses what is sampled.
         `shares` has what is configured for tenants, by name. `policy` says which blocks of the host go first;
-        None: as the table does it.
+        None: as the table does it. `told_of` says whether TellOfBlocks tells of a tenant's blocks; None: of
+        nobody's.
         """
         self._clock = clock
         blocks = Blocks(table, geometry, integrity, populated=populated)
@@ -82,13 +85,15 @@ class Machine:
             limits,
             disk_policy=disk_policy or stimuli.CoreDisks(),
             disk_shelves=disks,
-            shared=shared,
+            store_policy=store_policy or stimuli.CoreDisks(),
+            store_shelf=store,
             tenants=Tenants(shares or {}),
+            told_of=told_of,
             epoch_ids=itertools.count(first_epoch),
         )
         """For the validator and for tests to look at; nobody else changes anything in it."""
         self._of_disks = of_disks = DiskTier(self.core)
-        self.tier: Tier = of_disks if disks else NoTier()
+        self.tier: Tier = of_disks if self.core.below else NoTier()
         """What is below the host, for its tests."""
         self._every_lookup = False
         if policy is not None:
@@ -138,6 +143,8 @@ class Machine:
             stimuli.Resume: self._resume,
             stimuli.Reconfigure: self._reconfigure,
             stimuli.ShowLookups: self._show_lookups,
+            stimuli.ShowBlocks: self._show_blocks,
+            stimuli.TellAgain: self._tell_again,
             stimuli.Tick: self._tick,
         }
 
@@ -192,13 +199,13 @@ class Machine:
         self._sampler.bytes_per_s = rate
         blocks = self.core.blocks
         blocks.integrity = replace(blocks.integrity, sample_bytes_per_s=rate)
-        self.tier.reconfigure(stimulus.disks)
+        self.tier.reconfigure(stimulus.disks, stimulus.store)
         self._keep_by(stimulus.policy)
 
     def _keep_by(self, policy: stimuli.PoolPolicy) -> None:
         core, ranked = self.core, self.core.blocks.ranks
         core.blocks.keep_by(policy)
-        for disk in core.disks.all:
+        for disk in core.below.all:
             disk.blocks.keep_by(policy)
         if core.blocks.ranks != ranked:
             core.shadow.begin()
@@ -221,6 +228,8 @@ class Machine:
         self.lookups.ahead.go_on()
         self.core.pages.tick()
         self.core.shadow.tick(self.core.now_s)
+        if self.core.feed is not None:
+            self.core.feed.tick()
 
     # --- index pages ---
 
@@ -241,13 +250,24 @@ class Machine:
             )
         return self.core.plan(found.instance, group)
 
+    # --- news for routers ---
+
+    def _show_blocks(self, stimulus: stimuli.ShowBlocks) -> None:
+        assert self.core.feed is not None, "nobody is told of any blocks"
+        self.core.feed.show(stimulus.namespace)
+
+    def _tell_again(self, stimulus: stimuli.TellAgain) -> None:
+        assert self.core.feed is not None, "nobody is told of any blocks"
+        self.core.feed.again()
+
     # --- questions, which change nothing ---
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits for a tick: nothing is held or under way, and there are no disks."""
         core = self.core
-        return not (core.leases or core.transfers or core.pages.filling or core.disks.all)
+        waits = core.leases or core.transfers or core.pages.filling or core.below
+        return not (waits or (core.feed is not None and core.feed.busy))
 
     def transfer(self, session: SessionId, epoch: Epoch, ticket: Ticket) -> TransferEnded | None:
         """How a transfer of the session's instance ended; None while it is active.
@@ -359,7 +379,7 @@ class Machine:
             counters=copy.copy(core.tally),
             draining=core.draining,
             shadow=core.shadow.status(),
-            disks=tuple(disk.status(self._clock(), core.disks.policy) for disk in core.disks.all),
+            disks=tuple(disk.status(self._clock()) for disk in core.below.all),
             tenants=tenants_status(core),
         )
 

@@ -199,7 +199,7 @@ class DiskStatus:
 
     disk: DiskId
     state: str
-    """"starting", "live", "off" or "failing"."""
+    """"starting", "live", "refusing" (it is read, but takes nothing), "off" or "failing"."""
     why: str
     """Why the disk is not live, or what its latest problem was; empty if it never had one."""
     used_bytes: int

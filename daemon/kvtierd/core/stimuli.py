@@ -357,6 +357,9 @@ class DiskJobFinished(Stimulus):
     """How long the device took for it, whether alone or beside other jobs."""
     gone: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     """Positions of a READ or CHECK that a store does not have any more; they are not in `failed`."""
+    refused: bool = False
+    """Of a WRITE: the error is the answer of a store that does not take it, because it is full or forbids it,
+    but may be well otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,12 +484,13 @@ class ClearBlocks(Stimulus):
 @dataclass(frozen=True, slots=True)
 class Reconfigure(Stimulus):
     """Goes on with another policy. Limits that clients were told, and everything that memory was reserved
-    for, stay as they were at the start: from `disks`, the queue sizes and the size of a job are not taken
-    over."""
+    for, stay as they were at the start: from `disks` and `store`, the queue sizes and the size of a job are
+    not taken over."""
 
     sample_bytes_per_s: int
     disks: "CoreDisks"
     policy: "PoolPolicy"
+    store: "CoreDisks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,6 +498,18 @@ class ShowLookups(Stimulus):
     """Somebody wants to see every lookup, also those that index pages spare; or not any more."""
 
     every: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShowBlocks(Stimulus):
+    """Somebody wants to be shown everything that a namespace has, as actions TellOfBlocks."""
+
+    namespace: ids.NamespaceDigest
+
+
+@dataclass(frozen=True, slots=True)
+class TellAgain(Stimulus):
+    """What was told of blocks lately has not reached anybody: all of it is told anew."""
 
 
 class PoolPolicy(Enum):
@@ -576,7 +592,7 @@ class WriteMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CoreDisks:
-    """The disk tier's policy; numbers are positive where nothing else is said."""
+    """The policy of the disks, or of the store; numbers are positive where nothing else is said."""
 
     mode: WriteMode = WriteMode.BACK
     write_queue_bytes: int = 256 << 20
@@ -600,7 +616,8 @@ class CoreDisks:
     recompute_if_faster: bool = True
     """A promotion or load that would take longer than computing the prompt anew is reported as a miss."""
     tenants: frozenset[ids.TenantTag] | None = None
-    """The tenants whose blocks may be written, because there is a key for them; None for all."""
+    """The tenants whose blocks may be written, because there is a key for them, or they are to be shared;
+    None for all."""
 
     def may_write(self, tenant: ids.TenantTag) -> bool:
         return self.tenants is None or tenant in self.tenants

@@ -60,12 +60,13 @@ class Tier(Protocol):
         how many of each group, and all are on the host. What is not known counts as fast to load."""
 
     def bringing_up_loses(
-        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
+        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes, Entries]], tokens: int
     ) -> bool:
         """Whether computing `tokens` is faster than bringing up these blocks of each group, and loading them.
 
         Preconditions (guaranteed by the caller):
-            - `find` has found all of them in this stimulus, and there is one at least.
+            - There is one at least, and with the hashes comes what `find` has named for them in this
+              stimulus.
         """
 
     def wants(self, plan: GroupPlan, entries: Entries) -> int:
@@ -128,8 +129,8 @@ class Tier(Protocol):
         """A worker's process is gone, whether it was lost before or not: none of its writes can land."""
         return
 
-    def reconfigure(self, policy: CoreDisks) -> None:
-        """Goes on with another policy, as `Reconfigure` says."""
+    def reconfigure(self, disks: CoreDisks, store: CoreDisks) -> None:
+        """Goes on with other policies, as `Reconfigure` says."""
         return
 
     def tick(self) -> None:
@@ -154,7 +155,7 @@ class NoTier(Tier):
         return False
 
     def bringing_up_loses(
-        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
+        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes, Entries]], tokens: int
     ) -> bool:
         return False
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 import grpc
@@ -26,6 +26,7 @@ from kvtierd.core.errors import Reason
 from kvtierd.core.ids import HASH_BYTES_MAX
 from kvtierd.ctl.caller import admin_at
 from kvtierd.ctl.clear import cleared, question
+from kvtierd.ctl.comparison import compared, comparison_json, comparison_page, read_namespaces
 from kvtierd.ctl.engine import EngineCheck, verdict
 from kvtierd.ctl.engine_http import EngineServer, server_of
 from kvtierd.ctl.explanation import block_sizes, explained, known, relevance
@@ -185,12 +186,41 @@ def engines(socket: Path | None, as_json: bool) -> None:
 @_socket_option
 @click.option("--namespace", default="", metavar="DIGEST", help="Its digest, or how it begins; default: all.")
 @click.option("--fields", is_flag=True, help="With what engines have said of each.")
-@click.option("--json", "as_json", is_flag=True, help="Print kvtier.v1.ListNamespacesResponse as JSON.")
-def namespaces(socket: Path | None, namespace: str, fields: bool, as_json: bool) -> None:
+@click.option(
+    "--compare",
+    type=click.File("rb"),
+    metavar="FILE",
+    help="With what `kvtierctl namespaces --json` has printed on another host (-: standard input): which of "
+    "them the two share, and in which fields the others differ.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print kvtier.v1.ListNamespacesResponse as JSON, with --compare a list of its own.",
+)
+def namespaces(
+    socket: Path | None, namespace: str, fields: bool, compare: BinaryIO | None, as_json: bool
+) -> None:
     """List the namespaces that engines use, or that blocks are there of, and how many blocks."""
+    there = None
+    if compare is not None:
+        try:
+            there = read_namespaces(compare)
+        except ValueError as error:
+            raise click.BadParameter(
+                f"it is not what `kvtierctl namespaces --json` prints on another host: {error}",
+                param_hint="--compare",
+            ) from None
     with _admin(_path(socket)) as admin:
         response = _namespaces(admin, namespace.lower())
-    if as_json:
+    if there is not None:
+        found = compared(response, there)
+        if as_json:
+            click.echo(comparison_json(found))
+        else:
+            show(comparison_page(found, there))
+    elif as_json:
         click.echo(to_json(response))
     else:
         show(list_namespaces(response, namespace, fields))
@@ -263,7 +293,7 @@ def scrub(socket: Path | None, timeout_s: float, as_json: bool) -> None:
     with _admin(_path(socket)) as admin:
 
         def disks() -> dict[str, admin_pb2.DiskStatus]:
-            return {disk.path: disk for disk in _status(admin).disks}
+            return {disk.path: disk for disk in _status(admin).disks if not disk.shared}
 
         before = disks()
         admin.Scrub(admin_pb2.ScrubRequest(), timeout=TIMEOUT_S, wait_for_ready=False)

@@ -31,8 +31,11 @@ def page(status: admin_pb2.StatusResponse) -> Group:
     parts.append(facts(pool, [*_pool(status), *_integrity(status)]))
     for number, disk in enumerate(status.disks):
         worker = next((each.pid for each in status.workers if each.device == f"{DISK_PREFIX}{number}"), 0)
-        parts.append(facts(title("Disk", disk.path, disk.state, disk.why), _disk(disk, worker)))
+        name = title("Store" if disk.shared else "Disk", disk.path, disk.state, disk.why)
+        parts.append(facts(name, _disk(disk, worker)))
     parts.append(facts(title("Traffic", "since the start"), _traffic(status)))
+    if status.HasField("events"):
+        parts.append(facts(title("Events", status.events.endpoint), _events(status.events)))
     parts.append(_engines(status))
     if status.tenants:
         parts.append(Group(title("Tenants"), indented(table(TENANT, status.tenants))))
@@ -107,9 +110,10 @@ def _integrity(status: admin_pb2.StatusResponse) -> Facts:
 
 
 def _disk(disk: admin_pb2.DiskStatus, worker_pid: int) -> Facts:
-    """What a disk holds, what it does, and what is wrong with it."""
-    yield "used", used(disk.used_bytes, disk.capacity_bytes, f", {count(disk.blocks, 'block')}")
-    if disk.state != "starting":
+    """What a disk or a store holds, what it does, and what is wrong with it."""
+    label = "known here" if disk.shared else "used"
+    yield label, used(disk.used_bytes, disk.capacity_bytes, f", {count(disk.blocks, 'block')}")
+    if disk.state != "starting" and not disk.shared:
         found = f"{count(disk.recovered_blocks, 'block')}, {human_size(disk.recovered_bytes)} found"
         yield "start", f"cold: {disk.cold_reason}" if disk.cold_reason else f"warm: {found}"
     for label, blocks, done_bytes, queued_bytes, bytes_per_s in (
@@ -121,9 +125,10 @@ def _disk(disk: admin_pb2.DiskStatus, worker_pid: int) -> Facts:
             label,
             f"{blocks:,} blocks, {human_size(done_bytes)}, {human_size(queued_bytes)} on their way{lately}",
         )
-    yield "evicted", f"{disk.evicted_blocks:,} blocks"
-    yield "encryption", "AES-256-GCM" if disk.encrypted else "none"
-    cached = "" if disk.direct_io or not worker_pid else ", without O_DIRECT"
+    yield "forgotten" if disk.shared else "evicted", f"{disk.evicted_blocks:,} blocks"
+    if not disk.shared:
+        yield "encryption", "AES-256-GCM" if disk.encrypted else "none"
+    cached = "" if disk.direct_io or disk.shared or not worker_pid else ", without O_DIRECT"
     yield "worker", f"{f'pid {worker_pid}{cached}' if worker_pid else 'none'}, {count(disk.errors, 'error')}"
     if disk.scrubbed_blocks < disk.scrub_blocks:
         yield "scrub", scrub_line(disk)
@@ -190,6 +195,30 @@ def _traffic(status: admin_pb2.StatusResponse) -> Facts:
             "audits",
             f"{counters.audits:,} blocks computed by engines that could have loaded them: "
             f"{counters.audit_mismatches:,} were not what was stored",
+        )
+
+
+def _events(events: admin_pb2.EventsStatus) -> Facts:
+    """What routers are told."""
+    if not events.alive:
+        yield "STOPPED", "nothing is published any more; the daemon's log says why"
+    yield (
+        "published",
+        f"{events.batches:,} batches in {count(events.streams, 'topic')}: "
+        f"{events.stored_blocks:,} blocks stored, {events.removed_blocks:,} removed",
+    )
+    if events.resets:
+        yield "", f"{events.resets:,} times all of them anew, because news came too fast"
+    if not events.replay_endpoint:
+        yield "replays", "off"
+        return
+    kept = f"{events.kept_batches:,} batches kept, {human_size(events.kept_bytes)}"
+    yield "replays", f"{events.replays:,}, {events.shown:,} of them with all blocks of a topic; {kept}"
+    if events.replays_forgotten or events.replays_refused:
+        yield (
+            "",
+            f"{events.replays_forgotten:,} without an end (subscribers that had gone or were too slow), "
+            f"{events.replays_refused:,} refused",
         )
 
 

@@ -30,6 +30,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 STATE_STYLES = {
     "serving": "green", "ready": "green", "live": "green",
     "draining": "yellow", "starting": "yellow", "ending": "yellow", "incomplete": "yellow",
+    "refusing": "yellow",
     "off": "red", "failing": "red", "lost": "red", "quarantined": "red",
 }  # fmt: skip
 _ENTER = f"{Control.alt_screen(True)}{Control.show_cursor(False)}"

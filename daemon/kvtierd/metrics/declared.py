@@ -464,7 +464,8 @@ DECLARED = (
     _gauge(
         "kvtier_disk_state",
         "1 for the state a disk is in.",
-        "failing or off: lookups of blocks on this disk miss.",
+        "failing or off: lookups of blocks on this disk miss. refusing: a store is full or forbids writing; "
+        "what it has is read.",
         labels=("disk", "state"),
     ),
     _gauge(
@@ -593,6 +594,43 @@ DECLARED = (
         "Blocks evicted from the host before a disk had them, which it should have had.",
         "Rising: the disks are too slow for what is stored.",
     ),
+    _gauge(
+        "kvtier_events_alive",
+        "1 while KV events are published, 0 if that has ended with an error. These metrics are there only "
+        "with events.endpoint.",
+        "0: routers go by what they knew; the log says why.",
+    ),
+    _gauge(
+        "kvtier_event_topics", "Topics of KV events, one for each namespace.", "How many models there are."
+    ),
+    _counter("kvtier_event_batches", "Batches of KV events published.", "What routers have to read."),
+    _counter(
+        "kvtier_event_blocks",
+        "Blocks told of to routers, as stored or as removed; each medium counts by itself.",
+        "What routers have to read.",
+        labels=("kind",),
+    ),
+    _counter(
+        "kvtier_event_resets",
+        "How often all blocks were told of anew, because news came faster than they could be published.",
+        "Rising: the host is short of processor time.",
+    ),
+    _counter(
+        "kvtier_event_replays",
+        "Requests for replays: answered; forgotten before their end, as the subscriber was gone or too slow; "
+        "refused.",
+        "Rising: subscribers lose batches (events.subscriber_queue), or cannot keep up.",
+        labels=("outcome",),
+    ),
+    _counter(
+        "kvtier_event_topics_shown",
+        "How often a replay needed all blocks of a topic, because the batches asked for were gone.",
+        "Rising without new routers: keep more (events.replay_batches, events.replay_size).",
+    ),
+    _gauge(
+        "kvtier_event_kept_batches", "Batches kept for replays.", "At events.replay_batches: all are used."
+    ),
+    _gauge("kvtier_event_kept_bytes", "Bytes kept for replays.", "At events.replay_size: all are used."),
 )
 
 BY_NAME = {declared.name: declared for declared in DECLARED}

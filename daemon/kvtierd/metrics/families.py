@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from kvtierd.cache import CPU, Snapshot
+from kvtierd.cache import CPU, EventsSnapshot, Snapshot
 from kvtierd.metrics.sheet import Sheet
 
 TIER = "host"
 DISK_PREFIX = "disk-"
 """Begins the names of devices that are disks."""
-DISK_STATES = ("starting", "live", "off", "failing")
+DISK_STATES = ("starting", "live", "refusing", "off", "failing")
 INSTANCES_SHOWN_MAX = 64
 TENANTS_SHOWN_MAX = 64
 SIZES_SHOWN_MAX = 32
@@ -36,6 +36,8 @@ def families(snapshot: Snapshot, version: str, *, by_tenant: bool = False) -> It
     if snapshot.disks:
         _disks(sheet, snapshot)
         _promotion(sheet, snapshot)
+    if snapshot.events is not None:
+        _events(sheet, snapshot.events)
     yield from sheet
 
 
@@ -242,3 +244,18 @@ def _promotion(sheet: Sheet, snapshot: Snapshot) -> None:
     sheet.set("kvtier_promoted_bytes", counters.promoted_bytes)
     sheet.set("kvtier_recompute_blocks", counters.recompute_blocks)
     sheet.set("kvtier_evicted_unwritten_blocks", counters.evicted_unwritten_blocks)
+
+
+def _events(sheet: Sheet, events: EventsSnapshot) -> None:
+    sheet.set("kvtier_events_alive", events.alive)
+    sheet.set("kvtier_event_topics", events.streams)
+    sheet.set("kvtier_event_batches", events.batches)
+    sheet.set("kvtier_event_blocks", events.stored_blocks, "stored")
+    sheet.set("kvtier_event_blocks", events.removed_blocks, "removed")
+    sheet.set("kvtier_event_resets", events.resets)
+    sheet.set("kvtier_event_replays", events.replays - events.replays_forgotten, "answered")
+    sheet.set("kvtier_event_replays", events.replays_forgotten, "forgotten")
+    sheet.set("kvtier_event_replays", events.replays_refused, "refused")
+    sheet.set("kvtier_event_topics_shown", events.shown)
+    sheet.set("kvtier_event_kept_batches", events.kept_batches)
+    sheet.set("kvtier_event_kept_bytes", events.kept_bytes)

@@ -11,6 +11,7 @@ from kvtierd.config.daemon import Loaded
 from kvtierd.logs import logger
 from kvtierd.preflight.disks import check_disks
 from kvtierd.preflight.encryption import check_keys
+from kvtierd.preflight.events import check_events
 from kvtierd.preflight.findings import Finding, NotReadyError, Situation, Verdict
 from kvtierd.preflight.host import (
     check_compute_modes,
@@ -36,6 +37,7 @@ CHECKS: Sequence[Check] = (
     check_keys,
     check_store,
     check_ports,
+    check_events,
     check_remote,
     check_limits,
     check_gpus,
@@ -44,7 +46,7 @@ CHECKS: Sequence[Check] = (
 OF_DOCTOR: Sequence[Check] = (*CHECKS, check_compute_modes)
 """`doctor` also asks what initialises GPUs' driver, for which a start does not wait: a worker that is not let
 in says the same."""
-OF_HOLDERS: Sequence[Check] = (check_pool, check_ports)
+OF_HOLDERS: Sequence[Check] = (check_pool, check_ports, check_events)
 """The checks that are repeated while the pool's previous owner ends."""
 POLL_S = 0.1
 log = logger(__name__)

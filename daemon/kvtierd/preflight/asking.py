@@ -1,4 +1,5 @@
-"""Runs `probe.py` in processes of their own, and waits no longer than a deadline."""
+"""Runs `probe.py`, and whatever else may hang, in processes of their own, and waits no longer than a
+deadline."""
 
 import json
 import subprocess
@@ -22,18 +23,25 @@ def ask(questions: Sequence[Sequence[str]]) -> list[Facts | None]:
     A process that hangs in the kernel is left behind. SIGKILL ends it as soon as the kernel lets go of it.
     """
     # Each process has a group of its own, so that a Ctrl-C reaches only us.
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-I", "-S", str(PROBE), *question],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,
-        )
-        for question in questions
-    ]
+    running = [_start([sys.executable, "-I", "-S", str(PROBE), *question]) for question in questions]
     deadline_s = time.monotonic() + DEADLINE_S
     return [_answer(process, deadline_s) for process in running]
+
+
+def ask_module(module: str, *arguments: str, timeout_s: float) -> Facts | None:
+    """What a program of ours prints, as `ask`."""
+    process = _start([sys.executable, "-P", "-m", module, *arguments])
+    return _answer(process, time.monotonic() + timeout_s)
+
+
+def _start(command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,
+    )
 
 
 def _answer(process: "subprocess.Popen[bytes]", deadline_s: float) -> Facts | None:
@@ -48,5 +56,8 @@ def _answer(process: "subprocess.Popen[bytes]", deadline_s: float) -> Facts | No
     if process.returncode != 0:
         last = complained.decode(errors="replace").strip().splitlines()[-1:]
         return {"error": f"its check ended with {process.returncode}: {''.join(last)}"}
-    facts: Facts = json.loads(said)
+    try:
+        facts: Facts = json.loads(said.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"error": "its check ended without a result"}
     return facts

@@ -10,7 +10,8 @@ from pathlib import Path
 PROC = Path("/proc")
 SIDE_SUFFIX = ".side.sock"
 WORKER, DISK_WORKER = "kvtierd.workers.copy", "kvtierd.workers.disk"
-"""The name of copy workers in their command lines, as DISK_WORKER is that of disks' workers."""
+STORE_WORKER = "kvtierd.workers.store"
+"""The names of copy workers, disks' workers and the store's worker in their command lines."""
 LISTENING = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 LOOKING_S = 2.0
@@ -51,6 +52,8 @@ def _described(pid: int) -> str:
             return "a copy worker of kvtierd"
         if DISK_WORKER in arguments:
             return "a disk's worker of kvtierd"
+        if STORE_WORKER in arguments:
+            return "the store's worker of kvtierd"
         return (PROC / str(pid) / "comm").read_text().strip()
     except OSError:
         return ""

@@ -1,24 +1,30 @@
-"""Whether the store that hosts share can be used: the library for it, and where its secrets are. The store
-itself is not asked, because a daemon serves without it."""
+"""Whether the store that hosts share can be used: its driver, and where its secrets are. The store itself is
+not asked, because a daemon serves without it."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
+from kvtierd.preflight.asking import ask_module
 from kvtierd.preflight.findings import Finding, Situation, Verdict
 
-LIBRARY = "obstore"
-INSTALL = "install it where the daemon is (pip install 'obstore>=0.12,<0.13'), or leave the setting empty"
+IMPORT_S = 20.0
+"""So long an import of a driver is waited for."""
+MEND = "install what it lacks where the daemon is, or leave the setting empty"
 SECRETS = ("secret", "token", "password", "key")
 
 
 def check_store(situation: Situation) -> Iterator[Finding]:
-    """Checks that a store that is configured has its library, and where its secrets are."""
+    """Checks that the driver of a store that is configured can be imported, in a process of its own, because
+    it may be anybody's code; and where the store's secrets are."""
     store = situation.config.store
     if not store.url:
         return
-    if find_spec(LIBRARY) is None:
-        found = f"stores cannot be reached without the library {LIBRARY}"
-        yield Finding("store", Verdict.FAILURE, found, INSTALL, "store.url", store.url)
+    facts = ask_module("kvtierd.tiers.store", store.url, timeout_s=IMPORT_S)
+    if facts is None:
+        found = f"its driver could not be imported within {IMPORT_S:.0f} s"
+        yield Finding("store", Verdict.WARNING, found, MEND, "store.url", store.url)
+        return
+    if "error" in facts:
+        yield Finding("store", Verdict.FAILURE, facts["error"], MEND, "store.url", store.url)
         return
     secret = [name for name, _ in store.options if any(part in name for part in SECRETS)]
     if secret:
@@ -31,4 +37,4 @@ def check_store(situation: Situation) -> Iterator[Finding]:
             ", ".join(secret),
         )
     else:
-        yield Finding("store", Verdict.OK, f"{store.url}, by {LIBRARY}")
+        yield Finding("store", Verdict.OK, f"{store.url}, by {facts['package']}")

@@ -190,11 +190,17 @@ def _paired(here: Mapping[str, str], there: Mapping[str, str]) -> Iterator[tuple
 
 
 def fields_of(about: NamespaceAbout) -> Iterator[tuple[str, str]]:
-    """What engines have said about their namespace, by name, without secret fields."""
+    """What engines have said about their namespace, by name, without secret fields. Of its layout that is
+    what is short; planes are in the fingerprints. So two namespaces of one tenant and as many ranks for which
+    this is the same differ in secret fields alone."""
     for name, value in _fields(about.fields).items():
         field = name.removeprefix("namespace.")
         if field not in SECRET:
             yield field, value
+    for index, geometry in enumerate(about.groups):
+        yield from _layout(f"groups[{index}]", geometry)
+    for rank, fingerprint in enumerate(about.fingerprints):
+        yield f"layout of rank {rank}", fingerprint.hex()
 
 
 @lru_cache(maxsize=2 * ELSEWHERE_MAX)

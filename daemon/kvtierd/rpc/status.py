@@ -70,6 +70,7 @@ async def status_response(about: AboutDaemon, snapshot: Snapshot, viewer: Viewer
         ],
         counters=_message(admin_pb2.Counters, core.counters),
         shadow=_message(admin_pb2.ShadowStatus, core.shadow),
+        events=None if snapshot.events is None else _message(admin_pb2.EventsStatus, snapshot.events),
         refused_imports=[
             admin_pb2.RefusedImports(device=device.name, error=error, count=count, why=device.refused_why)
             for device in snapshot.devices

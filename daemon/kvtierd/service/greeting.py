@@ -83,7 +83,7 @@ def greet(
         f"  socket   {socket}",
         f"  pool     {config.pool.file or 'anonymous memory'}, {size}",
         f"  start    {how} ({start.seconds:.2f} s)",
-        *(f"  disk     {line}" for line in _disk_lines(snapshot)),
+        *(f"  {line}" for line in _disk_lines(snapshot)),
         f"  metrics  {metrics_url or 'off'}",
         *([f"  remote   {_remote_line(config, remote_port)}"] if remote_port else []),
         f"  vLLM     {vllm_flag(config)}",
@@ -109,7 +109,10 @@ def _remote_line(config: Config, port: int) -> str:
 
 def _disk_lines(snapshot: Snapshot) -> Iterator[str]:
     for disk in snapshot.disks:
-        if disk.state == "starting":
+        room = human_size(disk.capacity_bytes)
+        if disk.shared and disk.state == "live":
+            how = f"of which {room} are remembered here"
+        elif disk.state == "starting":
             how = "starting: it joins as soon as it is ready"
         elif disk.state != "live":
             how = f"off: {disk.why}"
@@ -118,4 +121,7 @@ def _disk_lines(snapshot: Snapshot) -> Iterator[str]:
         else:
             how = f"warm: {disk.recovered_blocks} blocks, {human_size(disk.recovered_bytes)} found"
         encrypted = ", encrypted" if disk.encrypted else ""
-        yield f"{disk.path}, {human_size(disk.capacity_bytes)}{encrypted}, {how}"
+        if disk.shared:
+            yield f"store    {disk.path}, {how}"
+        else:
+            yield f"disk     {disk.path}, {room}{encrypted}, {how}"

@@ -19,17 +19,18 @@ from kvtier_kernels import CAPACITY_MAX, BlockTable
 from prometheus_client import CollectorRegistry
 
 from kvtierd import logs
-from kvtierd.cache import Cache, DiskFile, LearntFile, grow, run_ticks
+from kvtierd.cache import Cache, DiskFile, LearntFile, Teller, grow, run_ticks
 from kvtierd.cli.interrupts import Noted
 from kvtierd.config.daemon import Config, Loaded
 from kvtierd.config.descriptors import RESERVE, DescriptorShares, descriptors_wanted, shares_within
 from kvtierd.config.reload import Reloaded, compare
 from kvtierd.config.settings import ConfigError, human_size
+from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PAGE_BYTES, DiskId, TenantTag
 from kvtierd.core.machine import Machine
-from kvtierd.core.stimuli import CoreDisks, PoolPolicy, Reconfigure
+from kvtierd.core.stimuli import CoreDisks, PoolPolicy, Reconfigure, Stimulus
 from kvtierd.logs import logger
 from kvtierd.memory import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
@@ -181,16 +182,20 @@ def open_disks(config: Config) -> Iterator[DiskFile]:
 
 
 def open_store(config: Config) -> Iterator[DiskFile]:
-    """The store, if there is one, with an empty image: it takes the place of a disk. Raises ConfigError."""
+    """The store, if there is one, with an empty image. It follows the disks."""
     if config.store.url:
-        yield DiskFile(DiskId(0), config.store.url, DiskImage(disk_geometry(config.store.size)))
+        number, image = DiskId(len(config.disk.paths)), DiskImage(disk_geometry(config.store.size))
+        yield DiskFile(number, config.store.url, image, shared=True)
 
 
-def policy_below(config: Config) -> CoreDisks:
-    """The policy of what is below the host."""
-    if config.store.url:
-        return config.store.to_core()
+def disk_policy(config: Config) -> CoreDisks:
+    """The policy of the disks."""
     return replace(config.disk.to_core(), tenants=writable_tenants(config) if config.disk.paths else None)
+
+
+def _shelf(disk: DiskFile) -> tuple[BlockTable, PoolGeometry]:
+    """What the core is told of a disk or of the store."""
+    return _block_table(disk.image.geometry, disk.image.bytes), disk.image.geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,15 +303,15 @@ class _Daemon:
             first_epoch=first_epoch(self._pool.boot_nonce),
             integrity=config.integrity.to_core(),
             randomness=np.random.default_rng(),
-            disks=[
-                (_block_table(disk.image.geometry, disk.image.bytes), disk.image.geometry)
-                for disk in self._disks
-            ],
-            disk_policy=policy_below(config),
-            shared=bool(config.store.url),
+            disks=[_shelf(disk) for disk in self._disks if not disk.shared],
+            disk_policy=disk_policy(config),
+            store=next((_shelf(disk) for disk in self._disks if disk.shared), None),
+            store_policy=config.store.to_core(),
             shares={each.tenant: each.share for each in config.server.tenant_shares},
             policy=PoolPolicy(config.pool.policy),
+            told_of=_told_of(config),
         )
+        teller = self._make_teller(lambda stimulus: cache.post(stimulus), stack)
         workers = self._make_workers(lambda stimulus: cache.worker_event(stimulus))
         cache = Cache(
             machine,
@@ -316,6 +321,7 @@ class _Daemon:
             disks=self._disks,
             pool_path=config.pool.file,
             pages_max=self._shares.pages,
+            teller=teller,
             clock=clock,
         )
         stack.push_async_callback(workers.lives.stop, 0)
@@ -378,6 +384,25 @@ class _Daemon:
         calls = RemoteCalls(cache, about, self._rules.tenants, most, insecure=remote.insecure)
         return RemoteServer(remote, calls, rpc.health)
 
+    def _make_teller(self, post: Callable[[Stimulus], object], stack: AsyncExitStack) -> Teller | None:
+        """What publishes KV events, if there is to be something. Raises ConfigError."""
+        events = self._config.events
+        if not events.on:
+            return None
+        import zmq
+
+        from kvtierd.events.publisher import EventPublisher
+
+        options = events.options(store=next((disk.number for disk in self._disks if disk.shared), None))
+        try:
+            publisher = EventPublisher(options, post, asyncio.get_running_loop())
+        except zmq.ZMQError as error:
+            names = "events.endpoint, events.replay_endpoint"
+            values = f"{events.endpoint}, {events.replay_endpoint}"
+            raise ConfigError(names, values, f"one of them cannot be bound: {error}") from error
+        stack.push_async_callback(asyncio.to_thread, publisher.close)
+        return publisher
+
     def _make_workers(self, events: Callable[[WorkerStimulus], object]) -> Supervisor:
         config = self._config
         return Supervisor(
@@ -402,8 +427,9 @@ class _Daemon:
     def _below(self, disk: DiskFile) -> BelowOptions:
         """What the worker of a disk, or of the store, is told."""
         config, store, image = self._config.disk, self._config.store, disk.image
-        if store.url:
+        if disk.shared:
             return StoreOptions(
+                number=disk.number,
                 url=store.url,
                 prefix="",
                 options=dict(store.options),
@@ -476,7 +502,7 @@ class _Daemon:
                 policy = PoolPolicy(config.pool.policy)
                 self._learnt.save(cache)  # another policy forgets it
                 ranked = cache.ranks
-                cache.handle(Reconfigure(rate, policy_below(config), policy))
+                cache.handle(Reconfigure(rate, disk_policy(config), policy, config.store.to_core()))
                 if not ranked:
                     self._learnt.restore(cache)
                 connections.silence_s = config.server.session_silence_s
@@ -550,6 +576,15 @@ class _Daemon:
                 )
                 return
             await asyncio.sleep(DRAIN_POLL_S)
+
+
+def _told_of(config: Config) -> Callable[[TenantTag], bool] | None:
+    """Whose blocks are told of to routers; None if nobody's are."""
+    events = config.events
+    if not events.on:
+        return None
+    tags = frozenset(map(tag_of, events.tenants))
+    return lambda tenant: events.everybody or tenant in tags
 
 
 def _block_table(geometry: PoolGeometry, file_bytes: int) -> BlockTable:

@@ -741,6 +741,7 @@ class DiskJobFinished(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     BUSY_NS_FIELD_NUMBER: builtins.int
     GONE_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
     job: builtins.int
     failed: builtins.bytes
     """u32 positions"""
@@ -752,6 +753,8 @@ class DiskJobFinished(google.protobuf.message.Message):
     busy_ns: builtins.int
     gone: builtins.bytes
     """u32 positions, of what a store does not have any more; they are not in failed"""
+    refused: builtins.bool
+    """Of a WRITE: the error is the answer of a store that does not take it, but may be well otherwise."""
     def __init__(
         self,
         *,
@@ -762,8 +765,9 @@ class DiskJobFinished(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         busy_ns: builtins.int = ...,
         gone: builtins.bytes = ...,
+        refused: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["busy_ns", b"busy_ns", "bytes", b"bytes", "corrupt", b"corrupt", "error", b"error", "failed", b"failed", "gone", b"gone", "job", b"job"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_ns", b"busy_ns", "bytes", b"bytes", "corrupt", b"corrupt", "error", b"error", "failed", b"failed", "gone", b"gone", "job", b"job", "refused", b"refused"]) -> None: ...
 
 global___DiskJobFinished = DiskJobFinished
 

@@ -1,5 +1,6 @@
-"""Every program in examples/ runs as it stands and prints what its README says; the one with vLLM is run by
-tests/vllm/test_example_program.py, and the router by tests/security/test_remote_programs.py."""
+"""Every program in examples/ runs as it stands and prints what its README says; those with vLLM are run by
+tests/vllm/test_example_program.py and test_prefill_decode.py, and the routers by
+tests/security/test_remote_programs.py and tests/integration/events."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.support.process import DEADLINE_S
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 WITH_VLLM = "vllm_on_cpu.py"
-ROUTER = "prefix_router.py"
+ROUTERS = {"prefix_router.py", "events_router.py"}
+PROXY = "prefill_decode.py"
 PRINTS = {
     "store_and_load.py": ["computed 8 blocks, loaded 0, every byte right: True"],
     "requests_asyncio.py": [
@@ -45,7 +47,7 @@ def run(name: str, socket: Path) -> list[str]:
 
 def test_these_are_all_programs_and_the_readme_names_each() -> None:
     programs = {path.name for path in EXAMPLES.glob("*.py")}
-    assert programs == {*PRINTS, WITH_VLLM, ROUTER}
+    assert programs == {*PRINTS, WITH_VLLM, *ROUTERS, PROXY}
     page = (EXAMPLES / "README.md").read_text()
     assert not [name for name in programs if f"[{name}]({name})" not in page]
     assert not [name for name, lines in PRINTS.items() if f"`{lines[-1]}`" not in page]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from kvtier_kernels import xxh3_64
 from kvtierd.tiers.store import packed, packs
-from kvtierd.tiers.store.objects import ObjectStore, StoreError, StoreTrouble
+from kvtierd.tiers.store.objects import Listed, ObjectStore, Piece, StoreError, StoreTrouble
 from kvtierd.tiers.store.obstore_store import ObstoreStore
 from kvtierd.tiers.store.packed import SKEW_S, Block, PackNews, Shard, Shelf, Wanted
 
@@ -162,6 +164,168 @@ def test_a_pack_that_was_changed_is_a_miss(store: ObjectStore, clock: Clock, tmp
         assert await reader.news(100) == []
         file.write_bytes(b"something else")
         assert await shelf(store, clock, "0000000d").news(100) == []
+
+    asyncio.run(task())
+
+
+class OnTheWay:
+    """A store beyond a network: what is read may be changed, or fail."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self.flips = False
+        self.reads_left = math.inf
+        """After so many reads of heads there is no answer."""
+        self.invents: list[Listed] = []
+        """Objects that are not there, but listed."""
+
+    async def read(self, name: str, begin: int, size_bytes: int) -> Piece:
+        if self.reads_left <= 0:
+            raise StoreError(StoreTrouble.LATE, f"{name}: no answer in time")
+        self.reads_left -= 1
+        piece = await self._store.read(name, begin, size_bytes)
+        data = bytearray(piece.data)
+        data[200] ^= self.flips
+        return Piece(bytes(data), piece.object_bytes)
+
+    async def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytearray]:
+        found = [bytearray(data) for data in await self._store.read_ranges(name, ranges)]
+        found[0][0] ^= self.flips
+        return found
+
+    async def list(self, prefix: str, after: str = "", limit: int = 1_000) -> list[Listed]:
+        return await self._store.list(prefix, after, limit) + self.invents
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def on_the_way(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> OnTheWay:
+    monkeypatch.setattr(packed, "DOUBT_S", 0.0)
+    return OnTheWay(store)
+
+
+def test_a_head_that_was_changed_on_its_way_is_read_again(
+    store: ObjectStore, on_the_way: OnTheWay, clock: Clock
+) -> None:
+    async def task() -> None:
+        await shelf(store, clock).put(blocks(1, 2))
+        reader = shelf(on_the_way, clock, "0000000b")
+        on_the_way.flips = True
+        assert await reader.news(100) == []
+        assert await reader.news(100) == []
+        on_the_way.flips = False
+        assert numbers(await reader.news(100)) == [[1, 2]]
+        assert await reader.news(100) == [], "once"
+
+    asyncio.run(task())
+
+
+def test_of_a_pack_that_was_doubted_the_sound_blocks_are_told_of_again(
+    store: ObjectStore,
+    on_the_way: OnTheWay,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is wrong where it is stored is never told of again."""
+    monkeypatch.setattr(packed, "COMPARED_AT_ONCE_BYTES", 10_000)
+
+    async def task() -> None:
+        put = await shelf(store, clock).put(blocks(1, 2, 3))
+        reader = shelf(on_the_way, clock, "0000000b")
+        assert numbers(await reader.news(100)) == [[1, 2, 3]]
+        on_the_way.flips = True
+        reader.doubt(put.name)
+        assert await reader.news(100) == [], "not even its head is right"
+        on_the_way.flips = False
+        assert numbers(await reader.news(100)) == [[1, 2, 3]]
+        [file] = tmp_path.joinpath("shared").rglob("*.pack")
+        data = bytearray(file.read_bytes())
+        data[int(put.pack.records["offset"][3])] ^= 1
+        file.write_bytes(data)
+        reader.doubt(put.name)
+        for _ in range(3):
+            assert numbers(await reader.news(100)) == [[1, 3]], "it is looked at again, and found the same"
+        file.unlink()
+        for _ in range(3):
+            assert await reader.news(100) == [], "nor is it an error that it has gone meanwhile"
+
+    asyncio.run(task())
+
+
+def test_a_pack_without_a_sound_block_is_not_told_of_again(
+    store: ObjectStore, on_the_way: OnTheWay, clock: Clock, tmp_path: Path
+) -> None:
+    async def task() -> None:
+        put = await shelf(store, clock).put(blocks(1))
+        reader = shelf(on_the_way, clock, "0000000b")
+        assert numbers(await reader.news(100)) == [[1]]
+        [file] = tmp_path.joinpath("shared").rglob("*.pack")
+        data = bytearray(file.read_bytes())
+        data[int(put.pack.records["offset"][1])] ^= 1
+        file.write_bytes(data)
+        reader.doubt(put.name)
+        for _ in range(3):
+            assert await reader.news(100) == []
+
+    asyncio.run(task())
+
+
+def test_a_pack_is_looked_at_ever_more_rarely(
+    store: ObjectStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def task() -> None:
+        put = await shelf(store, clock).put(blocks(1))
+        reader, now_s = shelf(store, clock, "0000000b"), 0.0
+        monkeypatch.setattr("kvtierd.tiers.store.packed.time.monotonic", lambda: now_s)
+        await reader.news(100)
+        for wait_s in (1, 2, 4, 8):
+            reader.doubt(put.name)
+            reader.doubt(put.name)
+            now_s += wait_s - 0.5
+            assert await reader.news(100) == []
+            now_s += 1
+            assert numbers(await reader.news(100)) == [[1]]
+
+    asyncio.run(task())
+
+
+def test_what_was_found_before_an_error_is_told_of(
+    store: ObjectStore, on_the_way: OnTheWay, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "READS_AT_ONCE", 2)
+
+    async def task() -> None:
+        one, reader = shelf(store, clock), shelf(on_the_way, clock, "0000000b")
+        for number in range(1, 6):
+            await one.put(blocks(number))
+        on_the_way.reads_left = 3
+        assert numbers(await reader.news(100)) == [[1], [2]]
+        with pytest.raises(StoreError):
+            await reader.news(100)
+        on_the_way.reads_left = math.inf
+        assert numbers(await reader.news(100)) == [[3], [4], [5]]
+
+    asyncio.run(task())
+
+
+def test_a_name_of_nothing_hides_no_pack(store: ObjectStore, on_the_way: OnTheWay, clock: Clock) -> None:
+    """A listing may be wrong as well."""
+
+    async def task() -> None:
+        one, reader = shelf(store, clock), shelf(on_the_way, clock, "0000000b")
+        put = await one.put(blocks(1))
+        folder = f"some/where/{packs.VERSION}/{NAMESPACE.hex()}/0/"
+        ahead = f"{folder}{int((clock.now_s + 100 * SKEW_S) * 1e6):020}{put.name[20:]}"
+        on_the_way.invents = [Listed(ahead, 1, 0.0)]
+        assert numbers(await reader.news(100)) == [[1]]
+        on_the_way.invents = []
+        behind = Clock()
+        behind.now_s -= SKEW_S / 2
+        await shelf(store, behind, "0000000c").put(blocks(2))
+        assert numbers(await reader.news(100)) == [[2]]
 
     asyncio.run(task())
 

@@ -8,7 +8,11 @@ import pytest
 from kvtierd.config import daemon as config
 from kvtierd.config.daemon import Config
 from kvtierd.config.settings import ConfigError
+from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.stimuli import WriteMode
+from kvtierd.service import serve
+
+from tests.support.drivers import declare
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +42,19 @@ def test_these_are_none(url: str) -> None:
         load(url=url)
 
 
+def test_a_scheme_of_another_package_is_one_if_that_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(url="mine://x")
+    assert "store.url = 'mine://x'" in str(raised.value)
+    assert "abfss, az, file, gs, https, s3" in str(raised.value)
+    assert "install a package that declares 'mine'" in str(raised.value)
+    declare(tmp_path, "my-package", {"mine": "a_module_that_is_not_there:open_store"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load(url="mine://x").store.url == "mine://x"
+
+
 def test_options_are_text_or_a_table(tmp_path: Path) -> None:
     wanted = (("endpoint", "http://127.0.0.1:9000"), ("region", "eu-1"))
     text = "region=eu-1, endpoint=http://127.0.0.1:9000"
@@ -52,11 +69,27 @@ def test_options_are_text_or_a_table(tmp_path: Path) -> None:
         load(url="s3://b", options="region")
 
 
-def test_it_does_not_go_with_disks() -> None:
-    with pytest.raises(ConfigError) as raised:
-        config.load(None, {"store.url": "s3://b", "disk.paths": "/a", "disk.size": "1GiB"}, {})
-    assert "store.url" in str(raised.value)
-    assert "disk.paths" in str(raised.value)
+def test_tenants_opt_in_by_name() -> None:
+    assert load(url="s3://b").store.to_core().tenants is None
+    store = load(url="s3://b", tenants="research, uid:1000").store
+    assert store.tenants == ("research", "uid:1000")
+    core = store.to_core()
+    assert [core.may_write(tag_of(name)) for name in ("research", "uid:1000", "uid:1001")] == [
+        True,
+        True,
+        False,
+    ]
+    with pytest.raises(ConfigError, match="write the tenant alone"):
+        load(url="s3://b", tenants="*=research")
+
+
+def test_there_may_be_disks_as_well() -> None:
+    read = config.load(None, {"store.url": "s3://b", "disk.paths": "/a", "disk.size": "1GiB"}, {}).config
+    [disk, store] = [*serve.open_disks(read), *serve.open_store(read)]
+    assert (disk.number, disk.place, disk.shared) == (0, "/a", False)
+    assert (store.number, store.place, store.shared) == (1, "s3://b", True)
+    for each in (disk, store):
+        each.image.close()
 
 
 def test_sizes_have_to_be_possible() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,21 @@ class DiskHost(Host):
         start: bool = True,
         mode: WriteMode = WriteMode.THROUGH,
         policy: dict[str, Any] | None = None,
+        store: WriteMode | None = None,
         **options: Any,
     ) -> None:
+        """store: when blocks are put into a store below the disks; None: there is none."""
+        policies = CoreDisks(mode=mode, **(policy or {}))
         super().__init__(
-            table, disks=[slab] * disks, disk_policy=CoreDisks(mode=mode, **(policy or {})), **options
+            table,
+            disks=[slab] * disks,
+            disk_policy=policies,
+            store=None if store is None else slab,
+            store_policy=None if store is None else replace(policies, mode=store),
+            **options,
         )
-        self.disks = [Disk(self, DiskId(number)) for number in range(disks)]
+        self.disks = [Disk(self, DiskId(number)) for number in range(disks + (store is not None))]
+        """The store is the last."""
         for disk in self.disks if start else ():
             disk.start()
 
@@ -88,7 +98,7 @@ class Disk:
 
     @property
     def core(self) -> CoreDisk:
-        return self.host.machine.core.disks.all[self.number]
+        return self.host.machine.core.below.all[self.number]
 
     @property
     def status(self) -> DiskStatus:

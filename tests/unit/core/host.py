@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvtierd.core.ids import (
     Rank,
     RegistrationId,
     SessionId,
+    TenantTag,
     Ticket,
     WorkerId,
 )
@@ -107,7 +108,9 @@ class Host:
         integrity: CoreIntegrity | None = None,
         shares: Mapping[str, TenantShare] | None = None,
         populated: int | None = None,
-        shared: bool = False,
+        store: PoolGeometry | None = None,
+        store_policy: CoreDisks | None = None,
+        told_of: Callable[[TenantTag], bool] | None = None,
     ) -> None:
         """`table`: the class of the block table, or a table."""
         make = table if isinstance(table, type) else type(table)
@@ -124,14 +127,20 @@ class Host:
             integrity=integrity,
             shares=shares,
             populated=populated,
-            shared=shared,
+            store=None if store is None else (make(256, pages_of(store)), store),
+            store_policy=store_policy,
+            told_of=told_of,
         )
+        self.on_actions: list[Callable[[list[Action]], None]] = []
+        """Are called with the actions of each stimulus."""
         self.actions: list[Action] = []
         """Of the last stimulus."""
         self.ids = itertools.count(1)
 
     def do(self, stimulus: Stimulus) -> Reply:
         reply, self.actions = self.machine.handle(stimulus)
+        for heard in self.on_actions:
+            heard(self.actions)
         self.validate()
         return reply
 

@@ -76,7 +76,7 @@ class RemoteTier(Tier):
         return False
 
     def bringing_up_loses(
-        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
+        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes, Entries]], tokens: int
     ) -> bool:
         return False
 

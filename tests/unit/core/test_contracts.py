@@ -154,7 +154,7 @@ class TestDiskValidator:
         host.machine.core.blocks.table.set_flags(self.entry(host, 4), BlockFlag.LATE)
 
     def late_jobs(self, host: DiskHost) -> None:
-        host.machine.core.disks.late_jobs += 1
+        host.machine.core.below.late_jobs += 1
 
     def pinned(self, host: DiskHost) -> None:
         host.disk.core.blocks.table.pin(self.entry(host, 1, on_disk=True))
@@ -174,7 +174,7 @@ class TestDiskValidator:
 
     def unreadable(self, host: DiskHost) -> None:
         table = host.disk.core.blocks.table
-        host.machine.core.disks.unwritten(host.disk.core, self.entry(host, 1, on_disk=True))
+        host.machine.core.below.levels[0].unwritten(host.disk.core, self.entry(host, 1, on_disk=True))
         table.set_flags(self.entry(host, 1, on_disk=True), BlockFlag.LATE)
 
     def slot(self, host: DiskHost) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvtierd.core.actions import FreeSlots
 from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.ids import NamespaceDigest
-from kvtierd.core.state.disks import Disks
+from kvtierd.core.state.disks import Level
 from kvtierd.core.stimuli import Recovered, RecoveredExtent, Tick
 
 from tests.unit.core.disk import SLAB, DiskHost, flagged
@@ -92,7 +92,7 @@ def test_blocks_on_another_disk_than_theirs_are_freed(make_disk_host: Make, dige
     numbers = list(range(14))
     host.disks[0].start(found(digest, numbers))
     [freed] = host.of(FreeSlots)
-    place = Disks.place(host.machine.core.disks, keys(*numbers))
+    place = Level.place(host.machine.core.below.levels[0], keys(*numbers))
     mine = [number for number in numbers if place[number] == 0]
     assert 0 < len(mine) < 14
     assert freed.disk == 0
@@ -102,7 +102,7 @@ def test_blocks_on_another_disk_than_theirs_are_freed(make_disk_host: Make, dige
 
 def test_the_oldest_are_given_up_if_the_table_is_too_small(table: Any, digest: NamespaceDigest) -> None:
     host = DiskHost(table, start=False)
-    small = host.machine.core.disks.all[0].blocks
+    small = host.machine.core.below.all[0].blocks
     small.capacity = 3
     one = host.instance()
     host.disk.start(found(digest, [1, 2, 3, 4, 5]))

@@ -192,7 +192,7 @@ class TestThrough:
         one.lookup(1, 2)
         one.fill_pool(100)
         ticks(host, 1.0)
-        host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH), PoolPolicy.LRU))
+        host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH), PoolPolicy.LRU, CoreDisks()))
         ticks(host, 1.0)
         assert host.disk.jobs == []
         other = host.instance("with", owner=Owner("keyed", 1001))
@@ -530,7 +530,7 @@ class TestAnotherPolicyWhileItRuns:
         one = disk_host.instance()
         one.stored(*range(4))
         assert disk_host.disk.jobs == []
-        disk_host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH), PoolPolicy.LRU))
+        disk_host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH), PoolPolicy.LRU, CoreDisks()))
         ticks(disk_host, 0.1)
         disk_host.disk.finish_all()
         assert disk_host.disk.holds(one, *range(4)) == list(range(4))
@@ -540,12 +540,12 @@ class TestAnotherPolicyWhileItRuns:
 
     def test_back_stops_writing_at_once(self, make_disk_host: Make) -> None:
         host = make_disk_host()
-        host.do(Reconfigure(0, CoreDisks(), PoolPolicy.LRU))
+        host.do(Reconfigure(0, CoreDisks(), PoolPolicy.LRU, CoreDisks()))
         host.instance().stored(*range(4))
         assert host.disk.jobs == []
 
     def test_queues_stay_as_they_were_at_the_start(self, make_disk_host: Make) -> None:
         host = make_disk_host(policy={"write_queue_bytes": 8192})
-        host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH), PoolPolicy.LRU))
+        host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH), PoolPolicy.LRU, CoreDisks()))
         host.instance().stored(*range(5))
         assert host.disk.status.writing_bytes <= 8192

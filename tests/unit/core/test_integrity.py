@@ -141,12 +141,12 @@ class TestSampling:
         host = make(CoreIntegrity(sample_bytes_per_s=0))
         host.instance().stored(*range(13))
         assert tick(host) == tick(host) == []
-        host.do(Reconfigure(1 << 30, CoreDisks(), PoolPolicy.LRU))
+        host.do(Reconfigure(1 << 30, CoreDisks(), PoolPolicy.LRU, CoreDisks()))
         [check] = tick(host)
         assert len(check.slots) == 13
         assert host.machine.status().integrity.sample_bytes_per_s == 1 << 30
         checked(host, check)
-        host.do(Reconfigure(0, CoreDisks(), PoolPolicy.LRU))
+        host.do(Reconfigure(0, CoreDisks(), PoolPolicy.LRU, CoreDisks()))
         assert tick(host, 60) == tick(host, 60) == []
 
     def test_a_slot_larger_than_the_rate_is_paid_for_afterwards(self, make: Make) -> None:

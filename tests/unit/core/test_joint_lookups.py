@@ -294,7 +294,7 @@ class TestDisks:
 
     def test_a_promotion_that_takes_longer_than_computing_is_not_begun(self, disk_host: DiskHost) -> None:
         one = on_disk(disk_host)
-        disk_host.machine.core.disks.all[0].rates[READ].measured(disk_host.now_s, 4096, 1.0)
+        disk_host.machine.core.below.all[0].rates[READ].measured(disk_host.now_s, 4096, 1.0)
         disk_host.do(RenewSession(one.scheduler, 20.0))  # 96 tokens take 4.8 s, 8 blocks to read 8 s
         assert states(one.lookup_groups((0, PREFIX), (2, PREFIX))) == [[], []]
         assert disk_host.disk.open_jobs(READ) == []

@@ -27,7 +27,7 @@ UNWANTED = 4
 
 
 def policy(host: Host, chosen: PoolPolicy) -> None:
-    host.do(Reconfigure(0, CoreDisks(), chosen))
+    host.do(Reconfigure(0, CoreDisks(), chosen, CoreDisks()))
 
 
 def ranks(host: Host) -> bool:

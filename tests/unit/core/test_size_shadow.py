@@ -95,9 +95,9 @@ def test_it_begins_anew_with_another_policy_once_the_pool_was_turned_over() -> N
     host, one = ready()
     one.store(1, 2).finish()
     one.lookup(1, 2)
-    host.do(Reconfigure(0, CoreDisks(), PoolPolicy.LRU))
+    host.do(Reconfigure(0, CoreDisks(), PoolPolicy.LRU, CoreDisks()))
     assert shadow(host).asked == 2, "nothing has changed"
-    host.do(Reconfigure(0, CoreDisks(), PoolPolicy.REUSE))
+    host.do(Reconfigure(0, CoreDisks(), PoolPolicy.REUSE, CoreDisks()))
     for _ in range(4 * SLOTS_PER_EXTENT + 1):  # twice the pool, by two blocks
         assert not shadow(host).known
         one.lookup(1, 2)

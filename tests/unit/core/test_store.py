@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvtierd.core.actions import DiskJobKind, OpenSlots, UnwatchSpace, WatchSpace
+from kvtierd.core.actions import DiskJobKind, OpenSlots, PostDiskJob, UnwatchSpace, WatchSpace
 from kvtierd.core.errors import Reason
-from kvtierd.core.ids import DiskId, SpaceId
-from kvtierd.core.stimuli import Drain, EndSession, PackFound, StartScrub, WorkerLost, WriteMode
+from kvtierd.core.ids import DiskId, SpaceId, TenantTag
+from kvtierd.core.stimuli import Drain, EndSession, PackFound, StartScrub, Tick, WorkerLost, WriteMode
 
 from tests.unit.core.host import Instance, keys
 from tests.unit.core.store import StoreHost
@@ -60,6 +60,15 @@ class TestWatching:
             host.do(EndSession(session, "over"))
         assert host.watched() == [UnwatchSpace(host.disk.worker, space)]
 
+    def test_tenants_that_do_not_share_are_not_looked_for(self, table: Any) -> None:
+        host = StoreHost(table, policy={"tenants": frozenset({TenantTag(1)})})
+        one = host.instance()
+        [instance] = host.machine.core.instances.values()
+        assert instance.plans[0].domain.tenant != 1
+        assert host.watched() == []
+        one.stored(*THEIRS)
+        assert host.store.open_jobs() == [], "nor is what they store put there"
+
 
 class TestFinds:
     def test_what_others_have_put_there_can_be_brought_up(self, host: StoreHost, one: Instance) -> None:
@@ -107,6 +116,39 @@ class TestFinds:
     ) -> None:
         wanted = host.adopted(space_of(host), keys(*range(100, 200)))
         assert wanted == list(range(56)), "56 slots"
+
+    def test_while_the_store_is_left_alone_the_answer_waits(self, host: StoreHost, one: Instance) -> None:
+        """The worker tells of each pack once."""
+        space = space_of(host)
+        host.adopted(space, keys(9))
+        for _ in range(3):
+            one.lookup(9)
+            host.disk.fail(host.disk.open_jobs(DiskJobKind.READ)[0], "no answer in 10 s")
+        host.do(PackFound(host.disk.worker, 77, space, keys(*THEIRS)))
+        assert host.actions == []
+        host.watched()
+        assert host.of(PostDiskJob) == [], "it is left alone still"
+        host.now_s += 31
+        host.do(Tick())
+        host.disk.finish(host.disk.open_jobs(DiskJobKind.CHECK)[0])
+        host.do(Tick())
+        [answer] = host.of(PostDiskJob)
+        assert (answer.pack, answer.positions.tolist()) == (77, [0, 1, 2, 3, 4])
+        host.do(Tick())
+        assert host.of(PostDiskJob) == [], "once"
+
+    def test_an_answer_that_waits_goes_with_its_worker(self, host: StoreHost, one: Instance) -> None:
+        host.adopted(space_of(host), keys(9))
+        for _ in range(3):
+            one.lookup(9)
+            host.disk.fail(host.disk.open_jobs(DiskJobKind.READ)[0], "no answer in 10 s")
+        host.do(PackFound(host.disk.worker, 77, space_of(host), keys(*THEIRS)))
+        host.disk.exit()
+        host.disk.live()
+        host.now_s += 31
+        for _ in range(2):
+            host.do(Tick())
+            assert [job.pack for job in host.of(PostDiskJob) if job.pack] == []
 
     def test_a_worker_that_is_lost_tells_nothing(self, host: StoreHost, one: Instance) -> None:
         space, lost = space_of(host), host.disk.worker
@@ -218,7 +260,84 @@ class TestPuts:
         table = host.disk.core.blocks.table
         assert all(len(np.unique(table.spaces(job.entries))) == 1 for job in jobs)
 
+    def test_what_failed_is_put_again_without_being_pressed(self, host: StoreHost, one: Instance) -> None:
+        one.stored(1, 2)
+        host.disk.fail(host.disk.open_jobs(DiskJobKind.WRITE)[0], "no answer in 10 s")
+        assert host.disk.open_jobs() == [], "not at once"
+        host.do(Tick())
+        host.disk.finish_all()
+        assert host.disk.holds(one, 1, 2) == [1, 2]
+
     def test_it_is_not_scrubbed(self, host: StoreHost) -> None:
         refused = host.refused(StartScrub(DiskId(0)))
         assert refused.reason is Reason.MODE_UNSUPPORTED
         assert "when it is read" in refused.message
+
+
+class TestRefusals:
+    """The store answers, and takes nothing: it is full, or forbids it."""
+
+    WHY = "InternalError: no room"
+
+    @pytest.fixture
+    def refusing(self, host: StoreHost, one: Instance) -> Instance:
+        """A host that knows of THEIRS, and whose last three writes were refused."""
+        host.adopted(space_of(host), keys(*THEIRS))
+        for number in range(3):
+            one.stored(100 + number)
+            self.refuse(host)
+        return one
+
+    def refuse(self, host: StoreHost) -> None:
+        [job] = host.disk.open_jobs(DiskJobKind.WRITE)
+        host.disk.fail(job, self.WHY, refused=True)
+
+    def writes(self, host: StoreHost) -> list[int]:
+        """How many blocks each write that is under way has."""
+        jobs = host.disk.core.jobs
+        return [len(jobs[job].entries) for job in host.disk.open_jobs(DiskJobKind.WRITE)]  # type: ignore[index]
+
+    def test_in_a_row_end_writes_and_nothing_else(self, host: StoreHost, refusing: Instance) -> None:
+        status = host.disk.status
+        assert (status.state, status.counters.errors) == ("refusing", 3)
+        assert status.why == f"3 writes in a row were refused: {self.WHY}"
+        refusing.stored(200)
+        host.do(Tick())
+        assert self.writes(host) == []
+        refusing.lookup(*THEIRS)
+        host.disk.finish_all()
+        assert refusing.hits(*THEIRS) == list(THEIRS)
+        assert host.disk.status.state == "refusing", "a read says nothing about writes"
+
+    def test_after_a_while_one_block_decides(self, host: StoreHost, refusing: Instance) -> None:
+        host.now_s += 31
+        host.do(Tick())
+        assert self.writes(host) == [1]
+        host.do(Tick())
+        assert self.writes(host) == [1], "one at a time"
+        self.refuse(host)
+        host.do(Tick())
+        assert self.writes(host) == [], "and then not for a while"
+        host.now_s += 31
+        host.do(Tick())
+        host.disk.finish(host.disk.open_jobs(DiskJobKind.WRITE)[0])
+        assert host.disk.status.state == "live"
+        host.do(Tick())
+        host.disk.finish_all()
+        assert host.disk.holds(refusing, 100, 101, 102) == [100, 101, 102]
+
+    def test_with_success_between_them_are_no_trouble(self, host: StoreHost, one: Instance) -> None:
+        for number in range(6):
+            one.stored(100 + number)
+            [job] = host.disk.open_jobs(DiskJobKind.WRITE)
+            if number % 2:
+                host.disk.finish(job)
+            else:
+                host.disk.fail(job, self.WHY, refused=True)
+        assert (host.disk.status.state, host.disk.core.tally.errors) == ("live", 3)
+
+    def test_do_not_hide_that_nothing_answers(self, host: StoreHost, refusing: Instance) -> None:
+        for _ in range(3):
+            refusing.lookup(*THEIRS)
+            host.disk.fail(host.disk.open_jobs(DiskJobKind.READ)[0], "no answer in 10 s")
+        assert host.disk.status.state == "failing"

@@ -129,10 +129,11 @@ class TestQuestions:
             before = place.picture()
             found = keys(*BELOW) if place.kind.keeps else keys()
             tier.find(place.plan.space, keys(*BELOW, *NEVER))
+            copies = tier.find(place.plan.space, found)
             tier.in_time(place.entries(READY, 50))
             assert tier.load_loses(instance, [(place.plan, 1)], 16) is False, "nothing was measured"
             if len(found):
-                assert tier.bringing_up_loses(instance, [(place.plan, found)], 128) is False
+                assert tier.bringing_up_loses(instance, [(place.plan, found, copies)], 128) is False
             assert place.picture() == before
 
     def test_what_is_being_stored_comes_in_time(self, place: Place) -> None:
@@ -211,7 +212,7 @@ class TestTold:
     def test_of_another_policy_it_goes_on_with_what_it_has(self, place: Place) -> None:
         found = place.found(*BELOW)
         with place.stimulus() as tier:
-            tier.reconfigure(CoreDisks(errors_max=1))
+            tier.reconfigure(CoreDisks(errors_max=1), CoreDisks(errors_max=1))
             tier.tick()
         assert place.found(*BELOW) == found
 

@@ -45,7 +45,7 @@ def requested(host: DiskHost, one: Instance, first: int, blocks: int = 8) -> lis
 def taught(mode: WriteMode = WriteMode.BACK, turns: int = 200) -> tuple[DiskHost, Instance]:
     """Prompts that come back fill the pool; those that never do are asked for between."""
     host = DiskHost(NativeTable, slab=LARGE, mode=mode)
-    host.do(Reconfigure(0, CoreDisks(mode=mode), PoolPolicy.REUSE))
+    host.do(Reconfigure(0, CoreDisks(mode=mode), PoolPolicy.REUSE, CoreDisks()))
     one = host.instance()
     host.disk.pause()
     for turn in range(turns):
@@ -108,7 +108,7 @@ def test_nothing_is_taken_for_a_disk_that_does_not_write_it(why: str) -> None:
     elif why == "off":
         host.disk.lose()
     elif why == "budget":
-        host.do(Reconfigure(0, CoreDisks(write_bytes_per_s=4096), PoolPolicy.REUSE))
+        host.do(Reconfigure(0, CoreDisks(write_bytes_per_s=4096), PoolPolicy.REUSE, CoreDisks()))
         requested(host, one, 30_000, 4)
     one.lookup(*range(20_000, 20_004))
     if why == "draining":
@@ -122,7 +122,7 @@ def test_a_disk_keeps_what_comes_back_and_refuses_what_does_not() -> None:
     """It has room for both only at first."""
     small = PoolGeometry(extents=8, extent_bytes=1 << 16, first_extent_offset=2 << 20)
     host = DiskHost(NativeTable, slab=small, mode=WriteMode.BACK)
-    host.do(Reconfigure(0, CoreDisks(mode=WriteMode.BACK), PoolPolicy.REUSE))
+    host.do(Reconfigure(0, CoreDisks(mode=WriteMode.BACK), PoolPolicy.REUSE, CoreDisks()))
     one = host.instance()
     written: list[int] = []
     for turn in range(900):  # 13 prompts that come back, more than the host keeps
@@ -147,7 +147,7 @@ def test_the_policy_changes_with_blocks_on_the_disk_there_and_back() -> None:
     requested(host, one, 20_000, 4)
     there = on_disk(host)
     for policy in (PoolPolicy.LRU, PoolPolicy.REUSE, PoolPolicy.LRU):
-        host.do(Reconfigure(0, CoreDisks(), policy))
+        host.do(Reconfigure(0, CoreDisks(), policy, CoreDisks()))
         assert host.disk.core.blocks.table.ranks == (policy is PoolPolicy.REUSE)
         host.disk.core.blocks.table.check()
         host.disk.finish_all()
@@ -174,7 +174,8 @@ def test_what_no_disk_was_to_have_is_not_counted_as_lost(why: str) -> None:
     small = PoolGeometry(extents=8, extent_bytes=1 << 16, first_extent_offset=2 << 20)
     host = DiskHost(NativeTable, slab=small, mode=WriteMode.THROUGH)
     policy = CoreDisks(mode=WriteMode.THROUGH, writes_per_day=1e-6 if why == "budget" else 0.0)
-    host.do(Reconfigure(0, policy, PoolPolicy.LRU if why == "budget" else PoolPolicy.REUSE))
+    keeps = PoolPolicy.LRU if why == "budget" else PoolPolicy.REUSE
+    host.do(Reconfigure(0, policy, keeps, CoreDisks()))
     one = host.instance()
     if why == "control":
         host.disk.pause()

@@ -59,7 +59,7 @@ def test_the_latest_are_remembered() -> None:
 def by_reuse() -> tuple[DiskHost, Instance]:
     """A host that learns, and an instance of which only a disk has the blocks 0 and 1."""
     host = DiskHost(NativeTable, mode=WriteMode.THROUGH)
-    host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH), PoolPolicy.REUSE))
+    host.do(Reconfigure(0, CoreDisks(mode=WriteMode.THROUGH), PoolPolicy.REUSE, CoreDisks()))
     one = host.instance()
     one.store(0, 1, chains=CHAIN_OF_TWO).finish()
     host.disk.finish_all()

@@ -106,39 +106,36 @@ class TwoDisksBelow(DiskBelow):
     disks = 2
 
 
-class StoreBelow(TierKind):
+class StoreBelow(DiskBelow):
     """A store forgets where everything is when its worker ends, and the next one finds it again."""
 
-    tier = DiskTier
-    keeps = True
+    disks = 0
     host: StoreHost
 
     def __init__(self, table: Any, *, queue_blocks: int | None = None, **options: Any) -> None:
         policy = {} if queue_blocks is None else {"read_queue_bytes": queue_blocks * BLOCK_BYTES}
-        self.host = StoreHost(table, policy=policy, **options)
+        self.host = StoreHost(table, disks=self.disks, policy=policy, **options)
         self._put: dict[SpaceId, list[np.ndarray]] = {}
 
     def arrive(self) -> None:
-        store = self.host.disk.core
+        store = self.host.store.core
         for job in store.jobs.values():
             if job.kind is DiskJobKind.WRITE:
                 table = store.blocks.table
                 [space] = set(table.spaces(job.entries).tolist())
                 self._put.setdefault(SpaceId(space), []).append(table.hashes(job.entries))
-        self.host.disk.finish_all()
-
-    def lose_workers(self) -> None:
-        self.host.disk.lose()
-
-    def exit_workers(self) -> None:
-        self.host.disk.exit()
+        super().arrive()
 
     def start_workers(self) -> None:
-        self.host.disk.live()
+        super().start_workers()
         self.host.watched()
         for space, packs in self._put.items():
             for hashes in packs:
                 self.host.adopted(space, hashes)
+
+
+class DiskAndStoreBelow(StoreBelow):
+    disks = 1
 
 
 class RemoteBelow(TierKind):
@@ -167,5 +164,6 @@ KINDS: dict[str, type[TierKind]] = {
     "a disk": DiskBelow,
     "two disks": TwoDisksBelow,
     "a store": StoreBelow,
+    "a disk and a store": DiskAndStoreBelow,
     "another machine": RemoteBelow,
 }

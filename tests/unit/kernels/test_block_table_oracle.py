@@ -223,6 +223,11 @@ class Tables(RuleBasedStateMachine):
         for space in (0, 1, 0xFFFF_FFFF):
             assert self.native.count(space) == self.model.count(space)
             assert same(self.native.entries_of(space), self.model.entries_of(space))
+            for first in range(0, CAPACITY + 1, 3):
+                ready, following = self.native.ready_among(space, first, 4)
+                expected_ready, expected_following = self.model.ready_among(space, first, 4)
+                assert same(ready, expected_ready)
+                assert following == expected_following
 
 
 TestTables = Tables.TestCase

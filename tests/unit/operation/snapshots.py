@@ -1,6 +1,6 @@
 """A snapshot with a different number in every place, to see each of them arrive."""
 
-from kvtierd.cache import DiskSnapshot, SessionAbout, Snapshot
+from kvtierd.cache import DiskSnapshot, EventsSnapshot, SessionAbout, Snapshot
 from kvtierd.cache.snapshot import CopySnapshot, DeviceSnapshot, PoolSnapshot, WorkerSnapshot
 from kvtierd.core.ids import DiskId, Epoch, NamespaceDigest, SessionId, TenantTag, WorkerId
 from kvtierd.core.status import (
@@ -175,7 +175,7 @@ def busy_snapshot() -> Snapshot:
         ),
         draining=False,
         shadow=ShadowStatus(True, 0.125, 0.25, 0.375, 0.2625, 2e5, 0.5),
-        disks=(disk_status(0, "live"), disk_status(1, "failing")),
+        disks=(disk_status(0, "live"), disk_status(1, "failing"), disk_status(2, "live")),
     )
     return Snapshot(
         state="serving",
@@ -212,9 +212,28 @@ def busy_snapshot() -> Snapshot:
             DiskSnapshot(
                 "/mnt/b", 64 << 20, "failing", "EIO", "no slab yet", False, 0, 0, 0.1, core.disks[1], True
             ),
+            DiskSnapshot(
+                "s3://kv/blocks", 64 << 20, "live", "", "", False, 0, 0, 0.0, core.disks[2], shared=True
+            ),
         ),
         copies={
             "store": CopySnapshot(51, 0.52, {"DONE": 53, "FAILED": 1}),
             "load": CopySnapshot(61, 0.62, {}),
         },
+        events=EventsSnapshot(
+            endpoint="ipc:///run/events",
+            replay_endpoint="ipc:///run/replay",
+            alive=True,
+            streams=2,
+            batches=1_003,
+            stored_blocks=4_005,
+            removed_blocks=3_006,
+            resets=7,
+            replays=11,
+            replays_refused=12,
+            replays_forgotten=3,
+            shown=5,
+            kept_batches=903,
+            kept_bytes=91 << 10,
+        ),
     )

@@ -79,9 +79,14 @@ def test_people_see_what_each_disk_does_and_what_is_wrong_with_it(status: admin_
         "  CORRUPT    3 blocks did not match and were not served, 2 slots set aside",
         "29 blocks, 14 of them not written to a disk",
         "  promoted   38 blocks, 39 KiB; 40 reported as misses because computing them is faster",
+        "Store        s3://kv/blocks  live\n",
+        "  known here ",
+        "  forgotten  94 blocks",
     ):
         assert part in text
-    assert text.count("CORRUPT") == 2, "of the first disk there is nothing to say"
+    assert text.count("CORRUPT") == 3, "of the first disk there is nothing to say"
+    assert text.count("  encryption ") == 2, "a store encrypts by itself"
+    assert text.count("  start ") == 3, "of the pool and of the disks: a store is looked through instead"
     assert "disk-0" not in text, "its worker is named with the disk"
     without = admin_pb2.StatusResponse()
     without.MergeFrom(status)
@@ -89,6 +94,28 @@ def test_people_see_what_each_disk_does_and_what_is_wrong_with_it(status: admin_
     text = plain(page(without))
     assert "promoted" not in text
     assert "Disk" not in text
+
+
+def test_people_see_what_routers_are_told(status: admin_pb2.StatusResponse) -> None:
+    text = plain(page(status))
+    for part in (
+        "Events       ipc:///run/events\n",
+        "  published  1,003 batches in 2 topics: 4,005 blocks stored, 3,006 removed",
+        "7 times all of them anew, because news came too fast",
+        "  replays    11, 5 of them with all blocks of a topic; 903 batches kept, 91 KiB",
+        "3 without an end (subscribers that had gone or were too slow), 12 refused",
+    ):
+        assert part in text
+    assert "STOPPED" not in text
+    changed = admin_pb2.StatusResponse()
+    changed.MergeFrom(status)
+    changed.events.alive = False
+    changed.events.replay_endpoint = ""
+    text = plain(page(changed))
+    assert "  STOPPED    nothing is published any more; the daemon's log says why" in text
+    assert "  replays    off" in text
+    changed.ClearField("events")
+    assert "Events" not in plain(page(changed))
 
 
 def test_every_field_of_a_disk_arrives(status: admin_pb2.StatusResponse) -> None:
@@ -157,7 +184,7 @@ def test_programs_get_numbers_and_every_field(status: admin_pb2.StatusResponse) 
     assert found["instances"][0]["namespace_digest"] == "cd" * 16
     assert found["instances"][0]["sessions"][0]["pid"] == 4321
     assert [worker["device"] for worker in found["workers"]] == ["cpu", GPU, "disk-0"]
-    assert [disk["state"] for disk in found["disks"]] == ["live", "failing"]
+    assert [disk["state"] for disk in found["disks"]] == ["live", "failing", "live"]
     assert (found["workers"][1]["mapped_bytes"], found["workers"][1]["registered_bytes"]) == (
         5 << 20,
         9 << 20,

@@ -143,6 +143,18 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_promoted_bytes_total{}", 39 << 10),
         ("kvtier_recompute_blocks_total{}", 40),
         ("kvtier_evicted_unwritten_blocks_total{}", 14),
+        ("kvtier_events_alive{}", 1),
+        ("kvtier_event_topics{}", 2),
+        ("kvtier_event_batches_total{}", 1_003),
+        ("kvtier_event_blocks_total{kind=stored}", 4_005),
+        ("kvtier_event_blocks_total{kind=removed}", 3_006),
+        ("kvtier_event_resets_total{}", 7),
+        ("kvtier_event_replays_total{outcome=answered}", 8),
+        ("kvtier_event_replays_total{outcome=forgotten}", 3),
+        ("kvtier_event_replays_total{outcome=refused}", 12),
+        ("kvtier_event_topics_shown_total{}", 5),
+        ("kvtier_event_kept_batches{}", 903),
+        ("kvtier_event_kept_bytes{}", 91 << 10),
         ("kvtier_index_lookups_total{}", 15),
         ("kvtier_copy_bytes_total{direction=store}", 51),
         ("kvtier_copy_seconds_total{direction=load}", 0.62),
@@ -196,6 +208,11 @@ def test_what_is_not_so_is_not_shown() -> None:
 def test_without_a_disk_tier_nothing_is_said_of_one() -> None:
     found = samples(dataclasses.replace(busy_snapshot(), disks=()))
     assert not [name for name in found if "kvtier_disk" in name or "promoted" in name or "tier=disk" in name]
+
+
+def test_without_events_nothing_is_said_of_them() -> None:
+    found = samples(dataclasses.replace(busy_snapshot(), events=None))
+    assert not [name for name in found if "kvtier_event" in name]
 
 
 def test_engines_and_sizes_are_summed_where_they_are_too_many() -> None:

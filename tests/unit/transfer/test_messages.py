@@ -31,6 +31,7 @@ from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import PACKET_BYTES_MAX
 from kvtierd.workers.copy.parts import PartRefusedError, read_part
 from kvtierd.workers.copy.sessions import MappedSession
+from kvtierd.workers.disk.jobs import read_job
 from kvtierd.workers.supervisor import orders, supervisor
 
 
@@ -275,8 +276,23 @@ def test_what_a_disk_s_worker_reports_arrives_whole() -> None:
     found = supervisor.disk_job_finished(WorkerId(4), report)
     assert (found.worker, found.job, found.failed.tolist(), found.corrupt.tolist()) == (4, 7, [3], [1, 0])
     assert (found.error, found.bytes, found.busy_s, found.gone.tolist()) == ("EIO", 2**40, 1.5, [2])
+    assert not found.refused
+    assert supervisor.disk_job_finished(WorkerId(4), wire.DiskJobFinished(job=7, refused=True)).refused
     with pytest.raises(ValueError):
         supervisor.disk_job_finished(WorkerId(4), wire.DiskJobFinished(job=7, failed=b"abc"))
+
+
+@pytest.mark.parametrize(
+    ("answers", "refused"), [([True, True], True), ([True, False], False), ([False, True], False)]
+)
+def test_a_write_is_refused_if_all_of_its_errors_are_refusals(answers: list[bool], refused: bool) -> None:
+    packet = orders.disk_job_packet(disk_job(DiskJobKind.WRITE, 3), np.zeros(3, "<u8"), np.zeros(3, "<u8"))
+    job = read_job(wire.ToWorker.FromString(packet).disk_job)
+    job.fail(np.array([2]))  # had gone from the host
+    for row, answer in enumerate(answers):
+        job.fail(np.array([row]), f"error {row}", refused=answer)
+    report = job.report()
+    assert (report.error, report.refused) == ("error 0", refused)
 
 
 def test_what_a_store_s_worker_has_found_arrives_whole() -> None:

@@ -114,6 +114,10 @@ class Blocks:
         self.actions: list[Action] = []
         self.leaving: Callable[[Entries, Fate], None] | None = None
         """Called with READY blocks that are being evicted or condemned, while they are still in the table."""
+        self.came: Callable[[Entries], None] | None = None
+        """Called with blocks that have become READY."""
+        self.going: Callable[[Entries], None] | None = None
+        """Called with READY blocks that will not be found any more, while they are still in the table."""
         self.condemning: Callable[[Entries], object] | None = None
         """Called with READY blocks that are being condemned, after `leaving`. It drops the pins of holds, so
         that the blocks go with the last pin of those who use them."""
@@ -151,6 +155,8 @@ class Blocks:
         if n == 0:
             return
         self.table.commit(tail_first(entries))
+        if self.came is not None:
+            self.came(entries)
         if self.disk is None:  # a disk's worker has committed them, with the clocks that it was given
             self.clock += n
             self.actions.append(CommitSlots(np.ascontiguousarray(slots.T), self.clock))
@@ -202,6 +208,8 @@ class Blocks:
         """Removes READY, unpinned entries of a domain."""
         if self.leaving is not None:
             self.leaving(entries, fate)
+        if self.going is not None:
+            self.going(entries)
         self.remember(entries, fate)
         self.table.begin_evict(entries)
         self.discard(domain, entries, self.slots_of(domain, entries))
@@ -228,6 +236,8 @@ class Blocks:
         if len(ready):
             if self.leaving is not None:
                 self.leaving(ready, Fate.CORRUPT)
+            if self.going is not None:
+                self.going(ready)
             self.remember(ready, Fate.CORRUPT)
             if self.condemning is not None:
                 self.condemning(ready)

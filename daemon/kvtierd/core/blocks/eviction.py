@@ -22,7 +22,8 @@ from kvtierd.core.blocks.tenants import Tenants, TierShares
 from kvtierd.core.ids import NO_ENTRY, Entries
 from kvtierd.core.status import DiskTally, Tally
 
-CLEAN, QUEUED = int(BlockFlag.CLEAN), int(BlockFlag.QUEUED)
+CLEAN = int(BlockFlag.CLEAN | BlockFlag.STORE_CLEAN)
+QUEUED = int(BlockFlag.QUEUED | BlockFlag.STORE_QUEUED)
 PASSED_LOOKS = 8
 """How many blocks beyond the oldest are looked at for each of those that is being written to a disk."""
 CLEARLY_OLDER = 1.25

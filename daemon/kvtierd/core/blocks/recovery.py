@@ -69,6 +69,8 @@ def recover(blocks: Blocks, found: Recovered, wanted: npt.NDArray[np.bool_] | No
             entries[places], kept[places] = new
             blocks.domains.forget_idle(domain)
     blocks.table.commit(entries[kept])
+    if blocks.came is not None:
+        blocks.came(entries[kept])
     blocks.clock = found.clock
     _give_up(blocks, found.slots, sizes, np.repeat(~kept, width))
 

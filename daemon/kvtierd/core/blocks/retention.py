@@ -26,7 +26,7 @@ from kvtierd.core.stimuli import CoreLimits, RetentionRequest
 
 WRITING = int(BlockState.WRITING)
 HOST_ONLY = int(BlockFlag.HOST_ONLY)
-CLEAN = int(BlockFlag.CLEAN)
+CLEAN = int(BlockFlag.CLEAN | BlockFlag.STORE_CLEAN)
 TICKS_PER_ROUND = 10
 """All entries are looked at in this many ticks, if not much is due."""
 LOOKED_AT_LEAST = 4_096

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvtierd.core.ids import Entries, Hashes, Slots
 
 U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 
 
@@ -33,12 +34,18 @@ class BlockFlag(IntEnum):
     """A disk has the block."""
     QUEUED = 8
     """The block is being written to a disk."""
+    STORE_CLEAN = 256
+    """The store has the block."""
+    STORE_QUEUED = 512
+    """The block is being put into the store."""
     REUSED = 16
     """The block was found or loaded after it was stored."""
     HOST_ONLY = 64
-    """The block is not to be written to a disk."""
+    """The block is not to be written to a disk, nor put into the store."""
     SPARED = 128
     """The block's disk is not to have it: it has more use for what it has, or was written enough."""
+    STORE_SPARED = 1024
+    """The store is not to have it, for the same reasons."""
     LATE = 32
     """On the host, WRITING: the disk takes too long to read the block. On a disk, READY: the block could not
     be read lately. In both cases lookups are told that it is not there."""
@@ -246,7 +253,7 @@ class BlockTable(Protocol):
 
     def pins(self, entries: Entries) -> U32: ...
 
-    def flags(self, entries: Entries) -> U8: ...
+    def flags(self, entries: Entries) -> U16: ...
 
     def set_flags(self, entries: Entries, flags: int) -> None: ...
 
@@ -286,6 +293,11 @@ class BlockTable(Protocol):
     def count(self, space: int) -> int: ...
 
     def entries_of(self, space: int) -> Entries: ...
+
+    def ready_among(self, space: int, first: int, n: int) -> tuple[Entries, int]:
+        """READY entries of a space among the n entries from `first` on, in ascending order; and where to go
+        on, which is the capacity if no entry from there on was ever used."""
+        ...
 
     def stats(self) -> dict[str, Any]:
         """The numbers `writing`, `ready`, `evicting`, `capacity` and `bytes`, and `domains` (blocks per

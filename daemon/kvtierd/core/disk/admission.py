@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvtierd.core.actions import Direction, DiskJobKind
-from kvtierd.core.ids import Hashes
+from kvtierd.core.ids import Entries, Hashes
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import Disk
 from kvtierd.core.state.entities import GroupPlan, Instance, TransferPart
@@ -25,33 +25,40 @@ class Admission:
 
     def part_finished(self, part: TransferPart, stimulus: PartFinished) -> None:
         """Learns from a load how fast its worker copies."""
-        if self._core.disks.policy.recompute_if_faster and part.transfer.direction is Direction.LOAD:
+        if self._recomputes and part.transfer.direction is Direction.LOAD:
             rate = self._loads.setdefault(part.mapping.worker.device, Rate())
             rate.measured(self._core.now_s, stimulus.copied_bytes, stimulus.copy_s)
 
     def load_loses(self, instance: Instance, wanted: Sequence[tuple[GroupPlan, int]], tokens: int) -> bool:
         """As in `Tier.load_loses`."""
-        if not self._core.disks.policy.recompute_if_faster or not instance.prefill_tokens_per_s:
+        if not self._recomputes or not instance.prefill_tokens_per_s:
             return False
         return self._loads_s(wanted) > tokens / instance.prefill_tokens_per_s
 
     def promotion_loses(
-        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes]], tokens: int
+        self, instance: Instance, wanted: Sequence[tuple[GroupPlan, Hashes, Entries]], tokens: int
     ) -> bool:
         """As in `Tier.bringing_up_loses`: the blocks are read from disks first, and loaded afterwards."""
-        if not self._core.disks.policy.recompute_if_faster or not instance.prefill_tokens_per_s:
+        if not instance.prefill_tokens_per_s:
             return False
         of_disk: Counter[Disk] = Counter()
-        for plan, hashes in wanted:
-            for disk, own in self._core.disks.by_disk(hashes):
-                of_disk[disk] += len(own) * plan.domain.block_bytes
+        for plan, hashes, copies in wanted:
+            for disk, own, _ in self._core.below.by_disk(hashes, copies):
+                if disk.level.policy.recompute_if_faster:
+                    of_disk[disk] += len(own) * plan.domain.block_bytes
+        if not of_disk:
+            return False
         now_s = self._core.now_s
         read_s = max(
             disk.rates[DiskJobKind.READ].seconds(now_s, disk.bytes[DiskJobKind.READ] + count_bytes)
             for disk, count_bytes in of_disk.items()
         )
-        loads_s = self._loads_s([(plan, len(hashes)) for plan, hashes in wanted])
+        loads_s = self._loads_s([(plan, len(hashes)) for plan, hashes, _ in wanted])
         return read_s + loads_s > tokens / instance.prefill_tokens_per_s
+
+    @property
+    def _recomputes(self) -> bool:
+        return any(level.policy.recompute_if_faster for level in self._core.below.levels)
 
     def _loads_s(self, wanted: Sequence[tuple[GroupPlan, int]]) -> float:
         """How long loading takes: ranks on different devices are copied to at once, and groups one after

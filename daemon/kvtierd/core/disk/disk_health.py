@@ -1,5 +1,6 @@
 """Whether disks are fit for use: their workers, errors in a row, slow jobs, and the read that decides."""
 
+from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.blocks.blocks import BlockSnapshot
 from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.disk.disk_jobs import DiskJobs
@@ -50,18 +51,22 @@ class DiskHealth:
 
     def _return(self, disk: Disk) -> None:
         self._core.step(disk, Event.RETURN)
-        if disk.errors_in_row >= self._core.disks.policy.errors_max:
+        if disk.errors_in_row >= disk.level.policy.errors_max:
             self._fail(disk)
         else:
-            self._core.disks.readable(disk)
+            disk.level.readable(disk)
 
     # --- what jobs show ---
 
     def ended(self, disk: Disk, job: DiskJob, stimulus: DiskJobFinished) -> None:
         """A job of a worker that lives has ended."""
-        slow = stimulus.busy_s > self._core.disks.policy.slow_deadline_s
+        slow = stimulus.busy_s > disk.level.policy.slow_deadline_s
         bad = bool(stimulus.error) or slow
-        if bad and not job.slow:
+        if job.kind is DiskJobKind.WRITE and job.good and not stimulus.error:
+            disk.refusals_in_row = 0
+        if stimulus.refused and job.kind is DiskJobKind.WRITE:
+            self._refused(disk, stimulus.error)
+        elif bad and not job.slow:
             self._error(disk, stimulus.error or f"a job took {stimulus.busy_s:.1f} s")
         elif not bad and not job.slow and disk.state is not DiskState.FAILING:
             disk.errors_in_row = 0
@@ -70,15 +75,23 @@ class DiskHealth:
             if stimulus.error:
                 disk.failed_s = self._core.now_s
                 here = disk.blocks.are_still(BlockSnapshot(job.entries, job.generations, job.slots[0]))
-                self._core.disks.unreadable(disk, job.domain, job.entries[here])
+                disk.level.unreadable(disk, job.domain, job.entries[here])
             elif disk.state is DiskState.FAILING:
                 self._heal(disk, errors_in_row=0)
+
+    def _refused(self, disk: Disk, why: str) -> None:
+        """A store does not take what it is given. What it has may be read all the same, so this alone does
+        not make it fail."""
+        disk.tally.errors += 1
+        disk.refusals_in_row += 1
+        disk.refused_s = self._core.now_s
+        disk.why = f"{disk.refusals_in_row} writes in a row were refused: {why}"
 
     def _error(self, disk: Disk, why: str) -> None:
         disk.tally.errors += 1
         disk.errors_in_row += 1
         disk.why = why
-        if disk.live and disk.errors_in_row >= self._core.disks.policy.errors_max:
+        if disk.live and disk.errors_in_row >= disk.level.policy.errors_max:
             self._fail(disk)
 
     def _fail(self, disk: Disk) -> None:
@@ -89,12 +102,12 @@ class DiskHealth:
     def _heal(self, disk: Disk, *, errors_in_row: int) -> None:
         self._core.step(disk, Event.HEAL)
         disk.errors_in_row = errors_in_row
-        self._core.disks.readable(disk)
+        disk.level.readable(disk)
 
     # --- time ---
 
     def tick(self, disk: Disk) -> None:
-        now_s, slow_s = self._core.now_s, self._core.disks.policy.slow_deadline_s
+        now_s, slow_s = self._core.now_s, disk.level.policy.slow_deadline_s
         for job in disk.jobs.values():
             if now_s - job.posted_s <= slow_s:
                 break
@@ -104,7 +117,7 @@ class DiskHealth:
             if stuck and not job.slow:
                 job.slow = True
                 self._error(disk, f"a job has not ended for {now_s - job.posted_s:.1f} s")
-        over = now_s - disk.failed_s >= self._core.disks.policy.probe_after_s
+        over = now_s - disk.failed_s >= disk.level.policy.probe_after_s
         if disk.state is DiskState.FAILING and disk.probe is None and over:
             self._probe(disk)
 
@@ -112,7 +125,7 @@ class DiskHealth:
         """Has one block read, which decides. A disk that holds nothing gets one more try instead."""
         found = self._some_block(disk)
         if found is None:
-            self._heal(disk, errors_in_row=self._core.disks.policy.errors_max - 1)
+            self._heal(disk, errors_in_row=disk.level.policy.errors_max - 1)
             return
         disk.probe = self._jobs.check(disk, *found).job
 

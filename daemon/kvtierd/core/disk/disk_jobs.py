@@ -14,10 +14,8 @@ from kvtierd.core.blocks.table import U32
 from kvtierd.core.ids import DiskJobId, Entries, Hashes, Rank, Slots, SpaceId, TransferNumber
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import (
-    CLEAN,
     JOB_SLOTS_MAX,
     LATE,
-    QUEUED,
     READS_MAX,
     WRITES_MAX,
     Disk,
@@ -39,23 +37,21 @@ class DiskJobs:
         self._core = core
         self._host = core.blocks
 
-    def blocks_per_job(self, domain: Domain) -> int:
+    def blocks_per_job(self, disk: Disk, domain: Domain) -> int:
         """How many blocks of a domain go into one job, at least one."""
-        return max(
-            1, min(self._core.disks.policy.job_bytes // domain.block_bytes, JOB_SLOTS_MAX // domain.world)
-        )
+        return max(1, min(disk.level.policy.job_bytes // domain.block_bytes, JOB_SLOTS_MAX // domain.world))
 
     def may_read(self, disk: Disk) -> int:
         """How many more bytes may be promoted from a disk, beside those that are under way."""
         if not disk.live or disk.counts[DiskJobKind.READ] >= READS_MAX:
             return 0
-        return max(0, self._core.disks.policy.read_queue_bytes - disk.bytes[DiskJobKind.READ])
+        return max(0, disk.level.policy.read_queue_bytes - disk.bytes[DiskJobKind.READ])
 
     def may_write(self, disk: Disk) -> int:
         """How many more bytes may be written to a disk, beside those that are under way."""
         if not disk.live or disk.counts[DiskJobKind.WRITE] >= WRITES_MAX:
             return 0
-        return max(0, self._core.disks.policy.write_queue_bytes - disk.bytes[DiskJobKind.WRITE])
+        return max(0, disk.level.policy.write_queue_bytes - disk.bytes[DiskJobKind.WRITE])
 
     def worth(self, disk: Disk, host_domain: Domain, host_entries: Entries) -> int:
         """How many of these blocks of the host, of one domain and in their order, a disk that has none of
@@ -83,6 +79,7 @@ class DiskJobs:
         shelf.mark_used(entries, slots)
         job = self._begin(disk, DiskJobKind.READ, domain, entries, slots)
         job.host_domain, job.host_entries, job.host_slots = host_domain, host_entries, host_slots
+        job.host_space = space
         self._open(job, self._host, host_domain, space, hashes, host_slots)
         self._post(job, host_slots, _NO_CLOCKS)
 
@@ -173,7 +170,7 @@ class DiskJobs:
         for space, own in by_space(spaces):
             of_space = np.ascontiguousarray(slots[:, own])
             self._open(job, shelf, domain, space, np.ascontiguousarray(hashes[own]), of_space)
-        host.table.set_flags(host_entries, QUEUED)
+        host.table.set_flags(host_entries, disk.level.marks.queued)
         clocks = self._clocks(disk, domain, len(entries))
         self._post(job, host.slots_of(host_domain, host_entries), clocks)
 
@@ -287,7 +284,7 @@ class DiskJobs:
         return disk, job
 
     def _find(self, stimulus: DiskJobFinished) -> tuple[Disk | None, DiskJob | None]:
-        for disk in self._core.disks.all:
+        for disk in self._core.below.all:
             job = disk.jobs.get(stimulus.job)
             if job is not None:
                 posted = job.state is DiskJobState.POSTED and job.worker.worker == stimulus.worker
@@ -318,7 +315,7 @@ class DiskJobs:
         if job.kind is DiskJobKind.READ and not job.late:
             job.late = True
             self._host.table.set_flags(job.host_entries, LATE)
-            self._core.disks.late_jobs += 1
+            self._core.below.late_jobs += 1
 
     def _end(
         self, disk: Disk, job: DiskJob, event: Event, good: Mask, corrupt: U32, gone: U32, *, unreadable: bool
@@ -350,9 +347,9 @@ class DiskJobs:
         shelf, host, tally = disk.blocks, self._host, disk.tally
         if job.host_seen is not None:
             there = job.host_seen.entries[host.are_still(job.host_seen)]
-            host.table.clear_flags(there, QUEUED)
+            host.table.clear_flags(there, disk.level.marks.queued)
         shelf.commit(job.domain, job.entries[good], job.slots[:, good])
-        self._core.disks.written(disk, job.entries[good])
+        disk.level.written(disk, job.entries[good])
         shelf.discard(job.domain, job.entries[~good], job.slots[:, ~good])
         if job.kind is DiskJobKind.WRITE:
             tally.written_blocks += job.good
@@ -362,18 +359,20 @@ class DiskJobs:
         self, disk: Disk, job: DiskJob, good: Mask, corrupt: U32, gone: U32, *, unreadable: bool
     ) -> None:
         shelf, host = disk.blocks, self._host
-        domain = job.host_domain
+        domain, space = job.host_domain, job.host_space
         assert domain is not None
+        assert space is not None
         lost = self._condemn(disk, job, corrupt, gone)
         ready = shelf.table.states(job.entries) == READY
         if unreadable:
-            self._core.disks.unreadable(disk, job.domain, job.entries[ready & ~good])
+            disk.level.unreadable(disk, job.domain, job.entries[ready & ~good])
         if job.late:
-            self._core.disks.late_jobs -= 1
+            self._core.below.late_jobs -= 1
             host.table.clear_flags(job.host_entries, LATE)
         host.commit(domain, job.host_entries[good], job.host_slots[:, good])
         self._core.retention.made(domain, job.host_entries[good])
-        host.table.set_flags(job.host_entries[good & ready], CLEAN)
+        host.table.set_flags(job.host_entries[good & ready], disk.level.marks.clean)
+        self._core.below.settle(space, job.host_entries[good], but=disk.level)
         host.discard(domain, job.host_entries[~good], job.host_slots[:, ~good])
         host.domains.forget_idle(domain)
         shelf.unpin(job.domain, job.entries)

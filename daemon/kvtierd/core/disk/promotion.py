@@ -23,13 +23,13 @@ class Promotion:
     def __init__(self, core: CoreState, jobs: DiskJobs) -> None:
         self._core = core
         self._host = core.blocks
-        self._disks = core.disks
+        self._below = core.below
         self._jobs = jobs
 
     def begin(self, plan: GroupPlan, hashes: Hashes, copies: Entries, *, in_order: bool) -> Mask:
-        """As in `Tier.bring_up`; `copies` are entries on the blocks' LIVE disks."""
+        """As in `Tier.bring_up`; `copies` are what `Below.find` has named, on LIVE disks."""
         coming = np.ones(len(hashes), np.bool_)
-        chosen = self._within_queues(plan, hashes, in_order=in_order)
+        chosen = self._within_queues(plan, hashes, copies, in_order=in_order)
         if len(chosen) == 0:
             return coming
         host, room, domain = self._host, self._core.eviction, plan.domain
@@ -45,20 +45,20 @@ class Promotion:
         host.discard(domain, given_up, None)
         new = new[:roomy]
         slots = host.give_slots(domain, entries[new])
-        for disk, own in self._disks.by_disk(chosen_hashes[new]):
-            per_job = self._jobs.blocks_per_job(domain)
+        for disk, own, there in self._below.by_disk(chosen_hashes[new], copies[chosen[new]]):
+            per_job = self._jobs.blocks_per_job(disk, domain)
             for first in range(0, len(own), per_job):
                 some = own[first : first + per_job]
                 self._jobs.read(
-                    disk, copies[chosen[new[some]]], plan.space, domain, entries[new[some]],
+                    disk, there[first : first + per_job], plan.space, domain, entries[new[some]],
                     np.ascontiguousarray(slots[:, some]), np.ascontiguousarray(chosen_hashes[new[some]]),
                 )  # fmt: skip
         return coming
 
-    def _within_queues(self, plan: GroupPlan, hashes: Hashes, *, in_order: bool) -> Indexes:
+    def _within_queues(self, plan: GroupPlan, hashes: Hashes, copies: Entries, *, in_order: bool) -> Indexes:
         """The indexes of those that their disks and the host have room to begin with now."""
         within = np.zeros(len(hashes), np.bool_)
-        for disk, own in self._disks.by_disk(hashes):
+        for disk, own, _ in self._below.by_disk(hashes, copies):
             may = self._jobs.may_read(disk) // plan.domain.block_bytes
             if may == 0 and not disk.counts[DiskJobKind.READ]:
                 may = 1  # a block that is larger than the queue
@@ -69,7 +69,7 @@ class Promotion:
 
     def _room(self, plan: GroupPlan) -> int:
         """How many more blocks may be promoted, beside those that are under way."""
-        reading = sum(disk.bytes[DiskJobKind.READ] for disk in self._disks.all)
+        reading = sum(disk.bytes[DiskJobKind.READ] for disk in self._below.all)
         most = int(self._host.slots.capacity_bytes * POOL_FRACTION_MAX) - reading
         if reading == 0:
             most = max(most, plan.domain.block_bytes)

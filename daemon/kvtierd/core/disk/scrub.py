@@ -25,7 +25,7 @@ class Scrubs:
     def start(self, stimulus: StartScrub) -> None:
         """Raises Refusal MODE_UNSUPPORTED if there is no such disk, WORKER_UNAVAILABLE if it is not live,
         QUEUE_FULL if a scrub of it is under way."""
-        disks, refusal = self._core.disks.all, partial(Refusal, field="disk", value=stimulus.disk)
+        disks, refusal = self._core.below.all, partial(Refusal, field="disk", value=stimulus.disk)
         if not 0 <= stimulus.disk < len(disks):
             raise refusal(
                 Reason.MODE_UNSUPPORTED,
@@ -61,7 +61,7 @@ class Scrubs:
         for _ in range(EXTENTS_AT_ONCE):
             while scrub.found:
                 domain, seen = scrub.found.popleft()
-                per_job = self._jobs.blocks_per_job(domain)
+                per_job = self._jobs.blocks_per_job(disk, domain)
                 if len(seen) > per_job:
                     scrub.found.appendleft((domain, seen[per_job:]))
                 seen = seen[:per_job]

@@ -1,10 +1,11 @@
-"""The disks, as the tier below the host."""
+"""The disks and the store, as the tier below the host."""
 
 from dataclasses import replace
 
 import numpy as np
 
 from kvtierd.core.actions import DiskJobKind
+from kvtierd.core.blocks.domains import Domain
 from kvtierd.core.blocks.prefix import Mask
 from kvtierd.core.disk.admission import Admission
 from kvtierd.core.disk.disk_health import DiskHealth
@@ -15,47 +16,49 @@ from kvtierd.core.disk.watching import Watching
 from kvtierd.core.disk.writing import Writing
 from kvtierd.core.ids import Entries
 from kvtierd.core.state.core_state import CoreState
-from kvtierd.core.state.disks import LATE, Disk
+from kvtierd.core.state.disks import LATE, Disk, Level
 from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, GroupPlan, WorkerRecord
 from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered, PackFound
 
 
 class DiskTier:
-    """A `Tier` of disks, with what only disks have besides: jobs, scrubs and recovery."""
+    """A `Tier` of disks and a store, with what only these have besides: jobs, scrubs and recovery."""
 
     keeps_evicted = True
 
     def __init__(self, core: CoreState) -> None:
         self._core = core
-        self._disks = core.disks
+        self._below = core.below
         self._jobs = DiskJobs(core)
         self._health = DiskHealth(core, self._jobs)
         self._scrubs = Scrubs(core, self._jobs)
-        self._writing = Writing(core, self._jobs)
+        self._writings = {level: Writing(core, level, self._jobs) for level in core.below.levels}
+        self._wanted: dict[Level, int] = {}
+        """How many of the blocks that were asked about last each level should have."""
         self._watching = Watching(core, self._jobs)
         admission = Admission(core)
-        self.find = self._disks.find
+        self.find = self._below.find
         self.bring_up = Promotion(core, self._jobs).begin
         self.load_loses = admission.load_loses
         self.bringing_up_loses = admission.promotion_loses
         self.part_finished = admission.part_finished
-        self.found = self._writing.found
-        self.host_recovered = self._disks.host_recovered
         self.start_scrub = self._scrubs.start
 
     # --- lookups ---
 
     @property
     def reads(self) -> bool:
-        return self._disks.any_live
+        return self._below.any_live
 
     @property
     def idles(self) -> bool:
-        most = self._disks.policy.read_queue_bytes
-        return any(disk.live and 2 * disk.bytes[DiskJobKind.READ] <= most for disk in self._disks.all)
+        return any(
+            disk.live and 2 * disk.bytes[DiskJobKind.READ] <= disk.level.policy.read_queue_bytes
+            for disk in self._below.all
+        )
 
     def in_time(self, entries: Entries) -> Mask:
-        if not self._disks.late_jobs:
+        if not self._below.late_jobs:
             return np.ones(len(entries), np.bool_)
         in_time: Mask = self._core.blocks.table.flags(entries) & LATE == 0
         return in_time
@@ -64,25 +67,41 @@ class DiskTier:
 
     def stored(self, plan: GroupPlan, entries: Entries) -> None:
         if len(entries):
-            self._disks.settle(plan.space, entries)
-            self._writing.stored(plan.domain, entries)
+            self._below.settle(plan.space, entries)
+            for writing in self._writings.values():
+                writing.stored(plan.domain, entries)
 
-    def reconfigure(self, policy: CoreDisks) -> None:
-        now = self._disks.policy
-        self._disks.policy = replace(
-            policy,
-            write_queue_bytes=now.write_queue_bytes,
-            read_queue_bytes=now.read_queue_bytes,
-            job_bytes=now.job_bytes,
-            tenants=now.tenants,
-        )
-        self._writing.policy_changed()
+    def found(self, domain: Domain, entries: Entries) -> None:
+        for writing in self._writings.values():
+            writing.found(domain, entries)
+
+    def host_recovered(self) -> None:
+        for level in self._below.levels:
+            level.host_recovered()
+
+    def reconfigure(self, disks: CoreDisks, store: CoreDisks) -> None:
+        for level, writing in self._writings.items():
+            now = level.policy
+            level.policy = replace(
+                store if level.shared else disks,
+                write_queue_bytes=now.write_queue_bytes,
+                read_queue_bytes=now.read_queue_bytes,
+                job_bytes=now.job_bytes,
+                tenants=now.tenants,
+            )
+            writing.policy_changed()
 
     def wants(self, plan: GroupPlan, entries: Entries) -> int:
-        return self._writing.wants(plan.domain, entries) if self._core.blocks.ranks else 0
+        if not self._core.blocks.ranks:
+            return 0
+        self._wanted = {
+            level: writing.wants(plan.domain, entries) for level, writing in self._writings.items()
+        }
+        return max(self._wanted.values())
 
     def promise(self, plan: GroupPlan, blocks: int) -> None:
-        self._writing.promise(plan.domain, blocks)
+        for level, wanted in self._wanted.items():
+            self._writings[level].promise(plan.domain, min(blocks, wanted))
 
     # --- stimuli ---
 
@@ -94,20 +113,21 @@ class DiskTier:
         disk, job = ended
         self._health.ended(disk, job, stimulus)
         self._scrubs.ended(disk, job, looked_at=True)
-        self._writing.job_ended(disk, job)
+        self._writings[disk.level].job_ended(disk, job)
         self._scrubs.go_on(disk)
         return True
 
     def recovered(self, stimulus: DiskRecovered) -> None:
         """It is known now what a disk holds, so it may be used."""
-        disk = self._disks.all[stimulus.disk]
+        disk = self._below.all[stimulus.disk]
         assert not disk.recovered, "a disk is recovered once"
-        self._disks.recover(disk, stimulus.found)
+        disk.level.recover(disk, stimulus.found)
         self._health.recovered(disk)
 
     def pack_found(self, stimulus: PackFound) -> None:
         """The worker of the store has found blocks of other hosts."""
-        [store] = self._disks.all
+        store = self._below.store
+        assert store is not None, "only a store's worker finds packs"
         self._watching.pack_found(store, stimulus)
 
     def worker_live(self, worker: WorkerRecord) -> None:
@@ -127,18 +147,19 @@ class DiskTier:
         if disk is not None:
             for job in self._jobs.exited(disk, worker):
                 self._scrubs.ended(disk, job, looked_at=False)
-                self._writing.give_back(disk, job)
+                self._writings[disk.level].give_back(disk, job)
 
     def _of(self, worker: WorkerRecord) -> Disk | None:
-        """The disk that a worker serves."""
+        """The disk, or the store, that a worker serves."""
         if not worker.serves_disk:
             return None
-        return self._disks.all[int(worker.device.removeprefix(DISK_DEVICE_PREFIX))]
+        return self._below.all[int(worker.device.removeprefix(DISK_DEVICE_PREFIX))]
 
     def tick(self) -> None:
-        for disk in self._disks.all:
+        for disk in self._below.all:
             self._health.tick(disk)
             self._scrubs.go_on(disk)
             if disk.shared:
                 self._watching.tick(disk)
-        self._writing.tick()
+        for writing in self._writings.values():
+            writing.tick()

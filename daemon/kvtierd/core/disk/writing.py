@@ -14,15 +14,13 @@ from kvtierd.core.blocks.table import BlockFlag
 from kvtierd.core.disk.disk_jobs import DiskJobs
 from kvtierd.core.ids import Entries
 from kvtierd.core.state.core_state import CoreState
-from kvtierd.core.state.disks import CLEAN, QUEUED, Disk, Indexes
+from kvtierd.core.state.disks import Disk, Indexes, Level
 from kvtierd.core.state.entities import DiskJob
 from kvtierd.core.state.rates import Pace
 from kvtierd.core.stimuli import WriteMode
 
 REUSED = int(BlockFlag.REUSED)
-SPARED = int(BlockFlag.SPARED)
 HOST_ONLY = int(BlockFlag.HOST_ONLY)
-NOT_TO_WRITE = CLEAN | QUEUED | HOST_ONLY
 HORIZON_MAX = 65_536
 """How many victims are looked at, at most, to find those that are not written yet."""
 KEPT_READY_FRACTION = 1 / 16
@@ -46,10 +44,14 @@ _NO_PACES = (Pace(0.0, 0), Pace(0.0, 0))
 
 
 class Writing:
-    def __init__(self, core: CoreState, jobs: DiskJobs) -> None:
+    """The writes to one level."""
+
+    def __init__(self, core: CoreState, level: Level, jobs: DiskJobs) -> None:
         self._core = core
         self._host = core.blocks
-        self._disks = core.disks
+        self._level = level
+        self._not_to_write = level.marks.clean | level.marks.queued | HOST_ONLY
+        """Flags of host blocks that are not written."""
         self._jobs = jobs
         self._paces: dict[Domain, tuple[Pace, Pace]] = {}
         """How fast blocks of each domain come, and how fast they go."""
@@ -70,7 +72,7 @@ class Writing:
 
     def stored(self, domain: Domain, entries: Entries) -> None:
         """Blocks have been stored, of which the head of a sequence comes first."""
-        mode = self._core.disks.policy.mode
+        mode = self._level.policy.mode
         if mode is WriteMode.THROUGH or (mode is WriteMode.BACK and self._host.ranks):
             # What goes first of a host that ranks may be what came last.
             self._write_at_once(domain, entries)
@@ -79,14 +81,14 @@ class Writing:
 
     def found(self, domain: Domain, entries: Entries) -> None:
         """Lookups have hit blocks, of which the head of a sequence comes first."""
-        if self._core.disks.policy.mode is WriteMode.ON_REUSE:
+        if self._level.policy.mode is WriteMode.ON_REUSE:
             first_time = self._dirty(entries)
             first_time = first_time[np.sort(np.unique(first_time, return_index=True)[1])]
             self._host.table.set_flags(first_time, REUSED)
             self._write_at_once(domain, first_time)
 
     def _dirty(self, entries: Entries) -> Entries:
-        dirty: Entries = entries[self._host.table.flags(entries) & NOT_TO_WRITE == 0]
+        dirty: Entries = entries[self._host.table.flags(entries) & self._not_to_write == 0]
         return dirty
 
     def _write_at_once(self, domain: Domain, entries: Entries) -> None:
@@ -103,10 +105,10 @@ class Writing:
     def wants(self, domain: Domain, entries: Entries) -> int:
         """How many of these new blocks, of which the head of a sequence comes first, disks should have though
         the host has no use for them. They are to go through the host, and count as promised to disks."""
-        policy = self._core.disks.policy
+        policy = self._level.policy
         if self._core.draining or self._hungry or policy.mode is WriteMode.ON_REUSE:
             return 0
-        live = [disk for disk in self._disks.all if disk.live]
+        live = [disk for disk in self._level.all if disk.live]
         most_bytes = min(
             len(live) * policy.write_queue_bytes, int(self._host.slots.capacity_bytes * PROMISED_FRACTION_MAX)
         )
@@ -116,7 +118,7 @@ class Writing:
         if host_only.any():
             wanted = int(np.argmax(host_only))
         hashes = self._host.table.hashes(entries[:wanted])
-        for disk, own in self._disks.by_disk(hashes):
+        for disk, own in self._level.by_disk(hashes):
             worth = 0
             if self._takes(disk, domain) and (may := self._may_write(disk, domain)):
                 worth = min(may, self._jobs.worth(disk, domain, entries[own]))
@@ -141,7 +143,7 @@ class Writing:
             paces[domain] = (come, go)
         self._paces = paces
         self._write_ahead()
-        if not self._hungry and not any(disk.counts[DiskJobKind.WRITE] for disk in self._disks.all):
+        if not self._hungry and not any(disk.counts[DiskJobKind.WRITE] for disk in self._level.all):
             self._promised_bytes = 0  # stores of what is left have failed
 
     def job_ended(self, disk: Disk, job: DiskJob) -> None:
@@ -151,13 +153,14 @@ class Writing:
         if (
             self._hungry
             and job.good
-            and 2 * disk.bytes[DiskJobKind.WRITE] <= self._core.disks.policy.write_queue_bytes
+            and 2 * disk.bytes[DiskJobKind.WRITE] <= self._level.policy.write_queue_bytes
         ):
             self._write_ahead()
 
     def give_back(self, disk: Disk, job: DiskJob) -> None:
-        """A job is over: blocks of it that were not written cost no credit."""
+        """A job is over: blocks of it that were not written cost no credit, and are looked at again."""
         if job.kind is DiskJobKind.WRITE:
+            self._left |= job.good < len(job.entries)
             self._promised_bytes = max(0, self._promised_bytes - job.bytes)
             not_written = (len(job.entries) - job.good) * job.domain.block_bytes
             self._credit_bytes += not_written
@@ -167,14 +170,14 @@ class Writing:
         """Writes ahead without waiting for a tick. Until the next tick, as many blocks may come as a small
         pool has room for, and the blocks that were stored last may be the first to be evicted."""
         self._unwalked[domain] = stored = stored + self._unwalked.get(domain, 0)
-        if self._core.draining or not self._disks.any_live:
+        if self._core.draining or not self._level.any_live:
             return
         if self._horizon(domain) <= WALKED_ALWAYS + WALKED_PER_STORED * stored:
             self._ahead_of(domain)
 
     def _write_ahead(self) -> None:
         self._hungry = False
-        if self._core.draining or not self._disks.any_live:
+        if self._core.draining or not self._level.any_live:
             return
         left = False
         for domain in list(self._host.domains.by_id.values()):
@@ -187,20 +190,20 @@ class Writing:
         left."""
         horizon = self._horizon(domain)
         self._unwalked.pop(domain, None)
-        if horizon <= 0 or not any(self._takes(disk, domain) for disk in self._disks.all):
+        if horizon <= 0 or not any(self._takes(disk, domain) for disk in self._level.all):
             return False
-        most = sum(self._jobs.may_write(disk) for disk in self._disks.all) // domain.block_bytes
-        all_live = all(disk.live for disk in self._disks.all)
-        alone = len(self._disks.all) == 1 and self._core.disks.policy.mode is not WriteMode.ON_REUSE
+        most = sum(self._jobs.may_write(disk) for disk in self._level.all) // domain.block_bytes
+        all_live = all(disk.live for disk in self._level.all)
+        alone = len(self._level.all) == 1 and self._level.policy.mode is not WriteMode.ON_REUSE
         wanted = most + 1 if alone else min(horizon, 4 * most + 1_024) if all_live else horizon
-        coldest = self._host.table.coldest(domain.domain, wanted, NOT_TO_WRITE, horizon)
-        if self._core.disks.policy.mode is WriteMode.ON_REUSE:
+        coldest = self._host.table.coldest(domain.domain, wanted, self._not_to_write, horizon)
+        if self._level.policy.mode is WriteMode.ON_REUSE:
             coldest = coldest[self._host.table.flags(coldest) & REUSED != 0]
         return len(coldest) > 0 and not self._write(domain, coldest, head_first=False)
 
     def _horizon(self, domain: Domain) -> int:
         """How many victims of a domain, from the next one on, should be written by now."""
-        slots, ahead_s = self._host.slots, self._core.disks.policy.clean_ahead_s
+        slots, ahead_s = self._host.slots, self._level.policy.clean_ahead_s
         come_per_s, go_per_s = (pace.per_s for pace in self._paces.get(domain, _NO_PACES))
         kept_ready = max(domain.blocks * KEPT_READY_FRACTION, min(domain.blocks, KEPT_READY_MIN))
         free = min(
@@ -208,9 +211,9 @@ class Writing:
             for size, per_block in domain.per_size
         )
         horizon = max(max(come_per_s * ahead_s, kept_ready) - free, go_per_s * ahead_s)
-        if self._left and self._core.disks.policy.mode is WriteMode.THROUGH:
+        if self._left and self._level.policy.mode is WriteMode.THROUGH:
             horizon = HORIZON_MAX
-        disk_bytes = sum(disk.blocks.geometry.capacity_bytes for disk in self._disks.all if disk.live)
+        disk_bytes = sum(disk.blocks.geometry.capacity_bytes for disk in self._level.all if disk.live)
         most = max(1, int(disk_bytes * DISK_FRACTION_MAX) // domain.block_bytes)
         return min(int(np.ceil(horizon)), HORIZON_MAX, domain.blocks, most)
 
@@ -218,7 +221,7 @@ class Writing:
 
     def _takes(self, disk: Disk, domain: Domain) -> bool:
         """Whether blocks of a domain can be stored on a disk, and may be."""
-        return disk.fits(domain) and self._core.disks.policy.may_write(domain.tenant)
+        return disk.fits(domain) and self._level.policy.may_write(domain.tenant)
 
     def _write(self, domain: Domain, entries: Entries, *, head_first: bool) -> bool:
         """Has READY blocks that no disk has written, each once and from the first on, as far as the queues
@@ -226,17 +229,17 @@ class Writing:
         False if some are left."""
         everything = True
         hashes = self._host.table.hashes(entries)
-        for disk, own in self._disks.by_disk(hashes):
+        for disk, own in self._level.by_disk(hashes):
             if not self._takes(disk, domain):
                 continue
             own = self._worth(disk, domain, entries, own, head_first=head_first)
             may = self._may_write(disk, domain)
             if not may and disk.live and self._is_written_enough(disk):
-                self._host.table.set_flags(entries[own], SPARED)
+                self._host.table.set_flags(entries[own], self._level.marks.spared)
             if may < len(own):
                 everything = False
                 self._hungry |= disk.live
-            per_job = self._jobs.blocks_per_job(domain)
+            per_job = self._jobs.blocks_per_job(disk, domain)
             end = min(may, len(own), self._credit() // domain.block_bytes)
             for first in range(0, end, per_job):
                 some = entries[own[first : min(first + per_job, end)]]
@@ -252,7 +255,10 @@ class Writing:
         queue, or than what is left to be written, goes by itself."""
         if self._is_written_enough(disk):
             return 0
-        left = disk.budget.bytes_left(self._core.disks.policy, self._core.now_s)
+        if disk.refuses:
+            rests = self._core.now_s - disk.refused_s < self._level.policy.probe_after_s
+            return 0 if rests or not disk.live or disk.counts[DiskJobKind.WRITE] else 1
+        left = disk.budget.bytes_left(self._level.policy, self._core.now_s)
         most = self._jobs.may_write(disk)
         may = (most if left is None else min(most, left)) // domain.block_bytes
         alone = disk.live and not disk.counts[DiskJobKind.WRITE]
@@ -260,7 +266,7 @@ class Writing:
 
     def _is_written_enough(self, disk: Disk) -> bool:
         """Whether nothing more may be written to a disk for now, because it is to be spared."""
-        return disk.budget.bytes_left(self._core.disks.policy, self._core.now_s) == 0
+        return disk.budget.bytes_left(self._level.policy, self._core.now_s) == 0
 
     def _worth(
         self, disk: Disk, domain: Domain, entries: Entries, own: Indexes, *, head_first: bool
@@ -271,7 +277,7 @@ class Writing:
         # What goes last is worth most, and comes before what follows it.
         best_first = own if head_first else own[::-1]
         worth = self._jobs.worth(disk, domain, entries[best_first])
-        self._host.table.set_flags(entries[best_first[worth:]], SPARED)
+        self._host.table.set_flags(entries[best_first[worth:]], self._level.marks.spared)
         return own[:worth] if head_first else own[len(own) - worth :]
 
     def _credit(self) -> int:

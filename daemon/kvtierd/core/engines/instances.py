@@ -131,6 +131,8 @@ class Instances:
         )
         instance.digest = digest
         instance.plans = tuple(plans)
+        if (feed := self._core.feed) is not None:
+            feed.follow(digest, self._blocks.spaces.about[digest], tuple(plan.space for plan in plans))
 
     # --- registering ---
 

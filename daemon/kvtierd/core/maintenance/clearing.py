@@ -7,9 +7,10 @@ from kvtierd.core.blocks.blocks import READY, Blocks
 from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.table import BlockState
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import HASH_BYTES_MAX, NO_ENTRY, Entries, Hashes, SpaceId
+from kvtierd.core.ids import NO_ENTRY, Entries, Hashes, SpaceId
 from kvtierd.core.maintenance.explain import no_such
 from kvtierd.core.state.core_state import CoreState
+from kvtierd.core.state.disks import Disk, Indexes
 from kvtierd.core.stimuli import ClearBlocks
 
 WRITING = int(BlockState.WRITING)
@@ -34,12 +35,17 @@ class BlockClearing:
     def keys(self, space: SpaceId) -> Hashes:
         """The hashes of all blocks of a space, in whatever state and tier, each once. Changes nothing."""
         host = self._core.blocks.table
-        found = [host.hashes(host.entries_of(space))]
-        for disk in self._core.disks.all:
-            hashes = disk.blocks.table.hashes(disk.blocks.table.entries_of(space))
-            entries, _ = host.lookup(space, hashes)
-            found.append(hashes[entries == NO_ENTRY])
-        return np.concatenate(found) if found else np.zeros((0, HASH_BYTES_MAX), np.uint8)
+        found, above = [host.hashes(host.entries_of(space))], [host]
+        for level in self._core.below.levels:
+            tables = [disk.blocks.table for disk in level.all]
+            for table in tables:
+                hashes = table.hashes(table.entries_of(space))
+                for other in above:
+                    entries, _ = other.lookup(space, hashes)
+                    hashes = np.ascontiguousarray(hashes[entries == NO_ENTRY])
+                found.append(hashes)
+            above += tables
+        return np.concatenate(found)
 
     def clear(self, stimulus: ClearBlocks) -> ClearReply:
         """Drops those of the blocks that nothing holds, and counts the others."""
@@ -52,11 +58,11 @@ class BlockClearing:
         held = there & (states != WRITING)
         held[held] = (host.table.pins(entries[held]) > 0) | (states[held] != READY)
         under_way = there & (states == WRITING)
-        copies = np.full(len(hashes), NO_ENTRY, np.uint32)
-        for disk, own in core.disks.by_disk(hashes):
+        copies: list[tuple[Disk, Indexes, Entries]] = []
+        for disk, own in (each for level in core.below.levels for each in level.by_disk(hashes)):
             table = disk.blocks.table
             found, of_disk = table.lookup(space, np.ascontiguousarray(hashes[own]))
-            copies[own] = found
+            copies.append((disk, own, found))
             known = found != NO_ENTRY
             busy = known & (of_disk != READY)
             busy[known] |= table.pins(found[known]) > 0
@@ -64,11 +70,10 @@ class BlockClearing:
             there[own] |= known
         under_way &= ~held
         free = there & ~held & ~under_way
-        # The disks' copies go first, so that a block is not CLEAN on the host any more when it goes there.
+        # The disks' copies go first, so that a block is not clean on the host any more when it goes there.
         disk_bytes = 0
-        for disk, own in core.disks.by_disk(hashes):
-            chosen = own[free[own] & (copies[own] != NO_ENTRY)]
-            disk_bytes += _drop(disk.blocks, copies[chosen])
+        for disk, own, found in copies:
+            disk_bytes += _drop(disk.blocks, found[free[own] & (found != NO_ENTRY)])
         host_bytes = _drop(host, entries[free & (entries != NO_ENTRY)])
         cleared = int(np.count_nonzero(free))
         core.tally.cleared_blocks += cleared

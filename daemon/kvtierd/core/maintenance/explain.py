@@ -202,7 +202,7 @@ class _Block:
             if entries[0] != NO_ENTRY:
                 states[space] = int(found[0])
             if states.get(space) not in _STORED:
-                if core.disks.find(space, row)[0] == NO_ENTRY:
+                if core.below.find(space, row)[0] == NO_ENTRY:
                     continue
                 on_disk.add(space)
             if len(stored) <= ELSEWHERE_MAX:

@@ -14,10 +14,12 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.blocks.table import BlockTable
 from kvtierd.core.blocks.tenants import Tenants
 from kvtierd.core.errors import Reason, Refusal
-from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TransferNumber, WorkerId
+from kvtierd.core.ids import Epoch, LeaseId, PartId, SessionId, TenantTag, TransferNumber, WorkerId
 from kvtierd.core.state import entities
 from kvtierd.core.state.audits import Mismatches
-from kvtierd.core.state.disks import Disks
+from kvtierd.core.state.below import Below
+from kvtierd.core.state.disks import Level
+from kvtierd.core.state.feed import BlockFeed
 from kvtierd.core.state.pages import IndexPages
 from kvtierd.core.state.size_shadow import SizeShadow
 from kvtierd.core.state.transitions import Entity, Event, Transitions
@@ -59,11 +61,15 @@ class CoreState:
     disk_policy: CoreDisks = field(default_factory=CoreDisks)
     disk_shelves: InitVar[Sequence[tuple[BlockTable, PoolGeometry]]] = ()
     """For each disk an empty table of its own, and where its slots lie."""
-    shared: InitVar[bool] = False
-    """Whether the only disk is a store."""
+    store_policy: CoreDisks = field(default_factory=CoreDisks)
+    store_shelf: InitVar[tuple[BlockTable, PoolGeometry] | None] = None
+    """The same for the store; None without one."""
     tenants: Tenants = field(default_factory=lambda: Tenants({}))
-    disks: Disks = field(init=False)
+    below: Below = field(init=False)
     pages: IndexPages = field(init=False)
+    told_of: InitVar[Callable[[TenantTag], bool] | None] = None
+    """Whether blocks of a tenant are told of to routers; None if nobody is told of any."""
+    feed: BlockFeed | None = field(init=False)
     shadow: SizeShadow = field(init=False)
     tally: Tally = field(default_factory=Tally)
     transitions: Transitions = field(default_factory=Transitions)
@@ -98,16 +104,28 @@ class CoreState:
     transfer_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     part_ids: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
-    def __post_init__(self, disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]], shared: bool) -> None:
+    def __post_init__(
+        self,
+        disk_shelves: Sequence[tuple[BlockTable, PoolGeometry]],
+        store_shelf: tuple[BlockTable, PoolGeometry] | None,
+        told_of: Callable[[TenantTag], bool] | None,
+    ) -> None:
         self.retention = BlockRetention(self.blocks, self.tally, self.limits)
         self.eviction = Eviction(self.blocks, self.tally, self.tenants, self.retention)
         self.lease_budget = LeaseBudget(
             self.blocks.table, self.blocks.slots, self.limits.leased_fraction_max, self.tenants
         )
-        self.disks = Disks(
-            self.blocks, self.tally, self.disk_policy, disk_shelves, self.tenants, shared=shared
-        )
-        self.pages = IndexPages(self.blocks, self.disks)
+        levels = []
+        if disk_shelves:
+            levels.append(Level(self.blocks, self.disk_policy, disk_shelves, self.tenants))
+        if store_shelf is not None:
+            first = len(disk_shelves)
+            levels.append(
+                Level(self.blocks, self.store_policy, [store_shelf], self.tenants, first=first, shared=True)
+            )
+        self.below = Below(self.blocks, self.tally, levels)
+        self.pages = IndexPages(self.blocks, self.below)
+        self.feed = None if told_of is None else BlockFeed(self.blocks, self.below, told_of)
         self.shadow = SizeShadow(self.blocks)
 
     def begin(self, now_s: float) -> None:
@@ -115,7 +133,7 @@ class CoreState:
         self.now_s = now_s
         self.blocks.now = max(0, int(now_s * STAMPS_PER_S))
         self.blocks.actions = []
-        self.disks.begin()
+        self.below.begin()
 
     def step(self, entity: Entity, event: Event) -> None:
         self.transitions.step(entity, event)

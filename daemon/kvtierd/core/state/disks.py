@@ -1,7 +1,9 @@
-"""The disks: what each of them holds, how it is, and what the flags of host blocks say about it.
+"""The disks of one level below the host: what each of them holds, how it is, and what the flags of host
+blocks say about it.
 
-A block's disk follows from its hash alone. A READY block of the host is flagged CLEAN exactly if its disk has
-it READY and readable. That holds in every state of the disk, because the front keeps its table.
+A block's disk in a level follows from its hash alone. A READY block of the host is flagged as clean exactly
+if its disk has it READY and readable. That holds in every state of the disk, because the front keeps its
+table.
 """
 
 import copy
@@ -20,22 +22,18 @@ from kvtierd.core.blocks.eviction import Eviction
 from kvtierd.core.blocks.history import Fate
 from kvtierd.core.blocks.recovery import recover
 from kvtierd.core.blocks.slots import PoolGeometry
-from kvtierd.core.blocks.table import U32, BlockFlag, BlockTable
+from kvtierd.core.blocks.table import U16, U32, BlockFlag, BlockTable
 from kvtierd.core.blocks.tenants import Tenants
 from kvtierd.core.disk.write_budget import WriteBudget
 from kvtierd.core.ids import NO_ENTRY, DiskId, DiskJobId, Entries, Hashes, SpaceId
 from kvtierd.core.state.entities import DiskJob, WorkerRecord
 from kvtierd.core.state.rates import Rate
 from kvtierd.core.state.transitions import DiskState, Entity, State
-from kvtierd.core.status import DiskStatus, DiskTally, Tally
-from kvtierd.core.stimuli import CoreDisks, Recovered
+from kvtierd.core.status import DiskStatus, DiskTally
+from kvtierd.core.stimuli import CoreDisks, PackFound, Recovered
 
 Indexes = npt.NDArray[np.intp]
-CLEAN = int(BlockFlag.CLEAN)
-QUEUED = int(BlockFlag.QUEUED)
 LATE = int(BlockFlag.LATE)
-HOST_ONLY = int(BlockFlag.HOST_ONLY)
-SPARED = int(BlockFlag.SPARED)
 JOB_SLOTS_MAX = 4_096
 """Slots of one job, which has to fit into one packet."""
 READS_MAX = 1_024
@@ -45,6 +43,22 @@ WRITES_MAX = 256
 UNREADABLE_KEPT = 256
 """Batches of blocks that a disk could not read and that are kept until it is well again; beyond that, the
 oldest are evicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The flags of host blocks that tell how they stand with one level."""
+
+    clean: int
+    """A disk of the level has the block."""
+    queued: int
+    """It is being written there."""
+    spared: int
+    """It is not to be written there."""
+
+
+DISK_MARKS = Marks(int(BlockFlag.CLEAN), int(BlockFlag.QUEUED), int(BlockFlag.SPARED))
+STORE_MARKS = Marks(int(BlockFlag.STORE_CLEAN), int(BlockFlag.STORE_QUEUED), int(BlockFlag.STORE_SPARED))
 
 
 @dataclass(slots=True, eq=False)
@@ -65,10 +79,12 @@ class Scrub:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Disk(Entity):
-    """One disk of the disk tier."""
+    """One disk, or the store."""
 
     state: State = DiskState.STARTING
     disk: DiskId
+    level: "Level"
+    """The level that it is part of."""
     blocks: Blocks
     eviction: Eviction
     tally: DiskTally
@@ -91,13 +107,16 @@ class Disk(Entity):
     errors_in_row: int = 0
     failed_s: float = 0.0
     """When the disk became FAILING, or when its last probe failed."""
+    refusals_in_row: int = 0
+    """How often a store has answered, and has not taken what it was given, since it took something."""
+    refused_s: float = 0.0
+    """When it did so last."""
     probe: DiskJobId | None = None
     unreadable: deque[BlockSnapshot] = field(default_factory=deque)
     """Blocks that could not be read; they are flagged LATE."""
     scrub: Scrub | None = None
-    shared: bool = False
-    """Whether it is a store that other hosts use as well. Its slots then have no bytes: they stand for
-    blocks in packs, as many as are remembered here, and its worker knows which."""
+    finds: list[PackFound] = field(default_factory=list)
+    """Of a store, what its worker has found, and waits to be answered, while it is not LIVE."""
     watched: dict[SpaceId, Domain] = field(default_factory=dict)
     """Of a store, the spaces that its worker looks for, and the host's domain of their blocks."""
 
@@ -106,8 +125,20 @@ class Disk(Entity):
         return self.state is DiskState.LIVE
 
     @property
+    def shared(self) -> bool:
+        """Whether it is a store that other hosts use as well. Its slots then have no bytes: they stand for
+        blocks in packs, as many as are remembered here, and its worker knows which."""
+        return self.level.shared
+
+    @property
     def recovered(self) -> bool:
         return self.state is not DiskState.STARTING
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it takes nothing just now, so that it is given one block at a time, and rarely, until it
+        takes that."""
+        return self.refusals_in_row >= self.level.policy.errors_max
 
     def fits(self, domain: Domain) -> bool:
         """Whether blocks of a domain of the host can be stored here at all."""
@@ -126,12 +157,12 @@ class Disk(Entity):
         found[there] = entries[there]
         return found
 
-    def status(self, now_s: float, policy: CoreDisks) -> DiskStatus:
+    def status(self, now_s: float) -> DiskStatus:
         slots, scrub = self.blocks.slots, self.scrub
         sizes = self.blocks.sizes()
         return DiskStatus(
             disk=self.disk,
-            state=self.state.value,
+            state="refusing" if self.live and self.refuses else self.state.value,
             why=self.why,
             used_bytes=sum(size.used_bytes for size in sizes),
             capacity_bytes=slots.geometry.capacity_bytes,
@@ -141,7 +172,7 @@ class Disk(Entity):
             extents_free=slots.extents_free,
             sizes=sizes,
             jobs=len(self.jobs),
-            write_budget_bytes=self.budget.bytes_left(policy, now_s),
+            write_budget_bytes=self.budget.bytes_left(self.level.policy, now_s),
             writing_bytes=self.bytes[DiskJobKind.WRITE],
             reading_bytes=self.bytes[DiskJobKind.READ],
             read_bytes_per_s=self.rates[DiskJobKind.READ].bytes_per_s(now_s),
@@ -153,55 +184,50 @@ class Disk(Entity):
         )
 
 
-class Disks:
-    """All disks, in the order of their ids, and the host's blocks above them."""
+class Level:
+    """The disks of one level, in the order of their ids, or the store. The host's blocks are above them."""
 
     def __init__(
         self,
         host: Blocks,
-        tally: Tally,
         policy: CoreDisks,
         disks: Sequence[tuple[BlockTable, PoolGeometry]],
         tenants: Tenants,
         *,
+        first: int = 0,
         shared: bool = False,
     ) -> None:
-        """`shared`: the only one is a store."""
-        assert not shared or len(disks) == 1, "there is one store, and no disk beside it"
+        """`disks` has one at least; their ids begin with `first`. `shared`: the only one is a store."""
+        assert len(disks) == 1 or (disks and not shared), "there is one store"
         self.policy = policy
+        self.shared = shared
+        self.marks = STORE_MARKS if shared else DISK_MARKS
         self._host = host
-        self._tally = tally
         self.all: tuple[Disk, ...] = tuple(
-            _disk(DiskId(number), table, geometry, host, tenants, shared=shared)
-            for number, (table, geometry) in enumerate(disks)
+            self._disk(DiskId(number), table, geometry, tenants)
+            for number, (table, geometry) in enumerate(disks, first)
         )
-        self.late_jobs = 0
-        """Reads on their way whose blocks are flagged LATE on the host."""
-        if self.all:
-            host.leaving = self._host_leaves
-        for disk in self.all:
-            disk.blocks.leaving = partial(self._disk_leaves, disk)
 
-    @property
-    def tables(self) -> list[BlockTable]:
-        """The block tables of all disks."""
-        return [disk.blocks.table for disk in self.all]
-
-    def __bool__(self) -> bool:
-        """Whether there is a disk tier."""
-        return bool(self.all)
+    def _disk(self, number: DiskId, table: BlockTable, geometry: PoolGeometry, tenants: Tenants) -> Disk:
+        host = self._host
+        blocks, tally = Blocks(table, geometry, host.integrity, disk=number, host=host), DiskTally()
+        disk = Disk(
+            disk=number,
+            level=self,
+            blocks=blocks,
+            eviction=Eviction(blocks, tally, tenants),
+            tally=tally,
+            budget=WriteBudget(geometry.capacity_bytes),
+        )
+        blocks.leaving = partial(self._disk_leaves, disk)
+        return disk
 
     @property
     def any_live(self) -> bool:
-        return bool(self.all) and any(disk.live for disk in self.all)
-
-    def begin(self) -> None:
-        """A stimulus begins: all tiers share its time and its actions."""
-        for disk in self.all:
-            disk.blocks.now, disk.blocks.actions = self._host.now, self._host.actions
+        return any(disk.live for disk in self.all)
 
     def place(self, hashes: Hashes) -> Indexes:
-        """The number of the disk that each hash belongs to."""
+        """The position among the level's disks of the one that each hash belongs to."""
         if len(self.all) == 1:
             return np.zeros(len(hashes), np.intp)
         words = hashes.view(np.uint64)
@@ -212,11 +238,9 @@ class Disks:
 
     def by_disk(self, hashes: Hashes) -> Iterator[tuple[Disk, Indexes]]:
         """Each disk, and the indexes of the hashes that belong to it. Disks without any are left out."""
-        if not self.all:
-            return
         where = self.place(hashes)
-        for disk in self.all:
-            own = np.flatnonzero(where == disk.disk)
+        for position, disk in enumerate(self.all):
+            own = np.flatnonzero(where == position)
             if len(own):
                 yield disk, own
 
@@ -233,7 +257,7 @@ class Disks:
     # --- what the host's flags say about disks ---
 
     def settle(self, space: SpaceId, entries: Entries) -> None:
-        """Blocks of one space have become READY on the host: those that their disks have become CLEAN. Copies
+        """Blocks of one space have become READY on the host: those that their disks have become clean. Copies
         that a disk could not read lately are evicted there, so that they are written anew."""
         hashes = self._host.table.hashes(entries)
         for disk, own in self.by_disk(hashes):
@@ -243,14 +267,14 @@ class Disks:
             if disk.unreadable and (late := table.flags(copies[there]) & LATE != 0).any():
                 evict(disk, copies[there][late])
                 there = there[~late]
-            self._host.table.set_flags(entries[own[there]], CLEAN)
+            self._host.table.set_flags(entries[own[there]], self.marks.clean)
 
     def written(self, disk: Disk, entries: Entries) -> None:
-        """Blocks have become READY, or readable, on a disk: where the host has them, they become CLEAN."""
+        """Blocks have become READY, or readable, on a disk: where the host has them, they become clean."""
         self._on_host(disk, entries, self._host.table.set_flags)
 
     def unwritten(self, disk: Disk, entries: Entries) -> None:
-        """Blocks are leaving a disk, or cannot be read there: where the host has them, they are not CLEAN any
+        """Blocks are leaving a disk, or cannot be read there: where the host has them, they are not clean any
         more."""
         self._on_host(disk, entries, self._host.table.clear_flags)
 
@@ -259,22 +283,15 @@ class Disks:
         hashes = table.hashes(entries)
         for space, own in by_space(table.spaces(entries)):
             there, states = host.lookup(space, np.ascontiguousarray(hashes[own]))
-            mark(there[states == READY], CLEAN)
+            mark(there[states == READY], self.marks.clean)
 
     def _disk_leaves(self, disk: Disk, entries: Entries, fate: Fate) -> None:
         self.unwritten(disk, entries)
 
-    def _host_leaves(self, entries: Entries, fate: Fate) -> None:
+    def host_evicts(self, entries: Entries, flags: U16) -> None:
         """Blocks of one domain are being evicted from the host: the copies that disks have of them become
         recent there."""
-        if fate is not Fate.EVICTED:
-            return
-        table = self._host.table
-        flags = table.flags(entries)
-        clean = entries[flags & CLEAN != 0]
-        self._tally.evicted_unwritten_blocks += int(
-            np.count_nonzero(flags & (CLEAN | HOST_ONLY | SPARED) == 0)
-        )
+        table, clean = self._host.table, entries[flags & self.marks.clean != 0]
         if len(clean) == 0:
             return
         hashes = table.hashes(clean)
@@ -317,13 +334,13 @@ class Disks:
         """Takes over what an earlier daemon left on a disk. Blocks that belong to another disk are freed,
         because nobody would look for them here."""
         assert len(found.quarantined) == 0, "nobody but its worker writes a disk's records"
-        wanted = self.place(found.hashes) == disk.disk if len(found.hashes) else None
+        wanted = self.place(found.hashes) == self.all.index(disk) if len(found.hashes) else None
         recover(disk.blocks, found, wanted)
         for entries in self._everything(disk):
             self.written(disk, entries)
 
     def host_recovered(self) -> None:
-        """The host's blocks have been taken over: those that disks have become CLEAN."""
+        """The host's blocks have been taken over: those that disks have become clean."""
         for disk in self.all:
             for entries in self._everything(disk):
                 self.written(disk, entries)
@@ -362,23 +379,3 @@ def _still_late(disk: Disk, seen: BlockSnapshot) -> Entries:
     entries = seen.entries[disk.blocks.are_still(seen)]
     late: Entries = entries[(table.states(entries) == READY) & (table.flags(entries) & LATE != 0)]
     return late
-
-
-def _disk(
-    number: DiskId,
-    table: BlockTable,
-    geometry: PoolGeometry,
-    host: Blocks,
-    tenants: Tenants,
-    *,
-    shared: bool,
-) -> Disk:
-    blocks, tally = Blocks(table, geometry, host.integrity, disk=number, host=host), DiskTally()
-    return Disk(
-        disk=number,
-        blocks=blocks,
-        eviction=Eviction(blocks, tally, tenants),
-        tally=tally,
-        budget=WriteBudget(geometry.capacity_bytes),
-        shared=shared,
-    )

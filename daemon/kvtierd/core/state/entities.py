@@ -286,6 +286,8 @@ class DiskJob(transitions.Entity):
     """READ: entries of the host, parallel to `entries`; they are WRITING and this job's."""
     host_slots: ids.Slots = field(default_factory=lambda: np.empty((0, 0), np.uint32))
     """READ: their slots, shape (world, n)."""
+    host_space: ids.SpaceId | None = None
+    """READ: their space."""
     host_seen: BlockSnapshot | None = None
     """WRITE: the blocks on the host, parallel to `entries`; they are not held."""
     late: bool = False

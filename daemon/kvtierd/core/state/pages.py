@@ -10,7 +10,7 @@ from kvtierd.core.actions import WithdrawPage
 from kvtierd.core.blocks.blocks import Blocks
 from kvtierd.core.blocks.table import IndexPage
 from kvtierd.core.ids import SpaceId
-from kvtierd.core.state.disks import Disks
+from kvtierd.core.state.below import Below
 from kvtierd.core.state.entities import GroupPlan
 
 ENTRIES_PER_TICK = 1 << 17
@@ -28,9 +28,9 @@ class _Open:
 class IndexPages:
     """The index pages of all spaces that have one."""
 
-    def __init__(self, blocks: Blocks, disks: Disks) -> None:
+    def __init__(self, blocks: Blocks, below: Below) -> None:
         self._host = blocks
-        self._tiers = (blocks, *(disk.blocks for disk in disks.all))
+        self._tiers = (blocks, *(disk.blocks for disk in below.all))
         self.entries_per_tick = ENTRIES_PER_TICK
         self._open: dict[SpaceId, _Open] = {}
         self._filling: dict[SpaceId, _Open] = {}

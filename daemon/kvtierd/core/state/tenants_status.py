@@ -14,7 +14,7 @@ def tenants_status(core: CoreState) -> tuple[TenantStatus, ...]:
     """All tenants that have blocks or instances or were counted since the start. Takes time for each of them,
     for each domain and for each instance, but not for each block."""
     host_blocks, host_bytes = _held([core.blocks])
-    disk_blocks, disk_bytes = _held(disk.blocks for disk in core.disks.all)
+    disk_blocks, disk_bytes = _held(disk.blocks for disk in core.below.all)
     instances: Counter[TenantTag] = Counter()
     sessions: Counter[TenantTag] = Counter()
     names: dict[TenantTag, str] = {}

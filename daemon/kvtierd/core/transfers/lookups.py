@@ -27,7 +27,7 @@ class Lookups:
         self._table = core.blocks.table
         self._leases = leases
         self._tier = tier
-        self._below = core.disks.tables
+        self._below = core.below.tables
         self._outlook = Outlook(core, tier)
         self.ahead = OpenPrompts(core, tier, self._bring_up)
 

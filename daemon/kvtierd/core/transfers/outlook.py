@@ -190,10 +190,10 @@ class Outlook:
     def _loses(self, instance: Instance, asks: Sequence[Ask], views: Sequence[_View], gain: int) -> bool:
         """Whether computing the `gain` tokens is faster than bringing up the blocks that the tier below has
         of them, which are counted then."""
-        wanted = [(ask.plan, view.hashes) for ask, view in zip(asks, views, strict=True)]
+        wanted = [(ask.plan, view.hashes, view.copies) for ask, view in zip(asks, views, strict=True)]
         if not self._tier.bringing_up_loses(instance, wanted, gain):
             return False
-        self._core.tally.recompute_blocks += sum(len(hashes) for _, hashes in wanted)
+        self._core.tally.recompute_blocks += sum(len(hashes) for _, hashes, _ in wanted)
         return True
 
     def _pin(self, entries: Entries) -> bool:

@@ -1,19 +1,23 @@
 """What a store of objects has to do, so that the store tier can use it.
 
-`tests/integration/stores/test_object_stores.py` is the contract.
+`kvtierd.tiers.store.contract` checks an implementation; docs/store_drivers.md says how one is installed.
 
-The implementation is responsible for:
+The implementation, which is called a driver, is responsible for:
     - Atomic objects: whoever reads a name reads what one `put` wrote, whole, or finds nothing.
     - `put` returning only when others can read the object, and it survives a crash of this host.
-    - Raising StoreError for whatever goes wrong, and nothing else; retrying nothing beyond its `deadline_s`.
-    - Being cancelled at any time without leaving anything that `list` would tell of.
-The caller bounds how many calls there are at once, and believes nothing that comes back.
+    - Never holding up the event loop: what waits is awaited, or done in a thread of the driver's.
+    - Raising StoreError for whatever goes wrong, and retrying nothing beyond its `deadline_s`.
+    - Being cancelled at any time, and then ending at once, without leaving half an object that `list` would
+      tell of.
+The caller bounds how many calls there are at once, and believes nothing that comes back (`guarded.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+Bytes = bytes | bytearray | memoryview
 
 
 class StoreTrouble(Enum):
@@ -57,8 +61,9 @@ class Piece:
     """The length of the whole object."""
 
 
+@runtime_checkable
 class ObjectStore(Protocol):
-    """Objects by name. Names have letters, digits, and - _ . / only."""
+    """Objects by name. Names have letters, digits, and - _ . / only, and 200 of them at most."""
 
     async def put(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Makes an object of these parts, one after the other. Returns False, and changes nothing, if there
@@ -67,16 +72,27 @@ class ObjectStore(Protocol):
     async def read(self, name: str, begin: int, size_bytes: int) -> Piece:
         """So many bytes of an object, from `begin` on; fewer where it ends before."""
 
-    async def read_into(self, name: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Reads from each of these offsets as many bytes as the buffer beside it has. If it raises, or is
-        cancelled, nobody knows what the buffers have. Raises StoreError MISSING if the object ends before."""
+    async def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Bytes]:
+        """For each of these offsets as many bytes as the number beside it says, in the same order. Ranges may
+        overlap, and come in any order. Raises StoreError MISSING if the object ends before."""
 
     async def list(self, prefix: str, after: str = "", limit: int = 1_000) -> list[Listed]:
         """The first objects, in the order of their names, whose names begin with `prefix`, which ends with a
         slash, and come after `after`. What was put before the call is there."""
 
-    async def delete(self, names: Sequence[str]) -> None:
-        """Removes objects. Those that are not there are no error."""
-
     async def close(self) -> None:
-        """Ends connections. No other call may be under way, and none may follow."""
+        """Ends connections. No other call may be under way, and none may follow. A process that ends at once
+        does not call it."""
+
+
+class OpenStore(Protocol):
+    """What a driver's entry point names."""
+
+    def __call__(self, url: str, options: Mapping[str, str], deadline_s: float) -> ObjectStore:
+        """Opens the store at `url`, which begins with the scheme of the entry point and `://`, and has no
+        slash at its end. `options` are those of `store.options`. No call of the store is waited for longer
+        than `deadline_s`.
+
+        Is called before there is an event loop, and must not wait for the store, which may be away just now:
+        the first call connects. Raises StoreError if the URL or an option cannot be used.
+        """

@@ -1,7 +1,9 @@
-"""Stores that obstore reaches: S3 and what speaks like it, Google's, Azure's, a folder, memory."""
+"""The driver of stores that obstore reaches: S3 and what speaks like it, Google's, Azure's, a folder, memory.
+
+pyproject.toml declares its entry points, as any other package would declare its own.
+"""
 
 import asyncio
-import itertools
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,23 +11,27 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
-import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
-from obstore.store import from_url
-
 from kvtierd.tiers.store.objects import Listed, Piece, StoreError, StoreTrouble
+
+try:
+    import obstore
+    from obstore.exceptions import (
+        AlreadyExistsError,
+        BaseError,
+        PermissionDeniedError,
+        PreconditionError,
+        UnauthenticatedError,
+    )
+    from obstore.store import from_url
+except ImportError as error:
+    raise ImportError(
+        f"install it where the daemon is (pip install 'obstore>=0.12,<0.13'): {error}"
+    ) from error
 
 COALESCED_BYTES: Final = 256 << 10
 """Two ranges with no more than this between them are read as one."""
 SPAN_BYTES_MAX: Final = 8 << 20
 """No more is read at once, so that several connections share a long read."""
-DELETED_AT_ONCE: Final = 500
 _DENIED: Final = (
     "AccessDenied",
     "403 Forbidden",
@@ -33,12 +39,21 @@ _DENIED: Final = (
     "SignatureDoesNotMatch",
     "ExpiredToken",
 )
+_UNANSWERED: Final = ("timed out", "error sending request", "retries")
+"""Nobody has said anything."""
 _CODE: Final = re.compile("<Code>(.*?)</Code>", re.DOTALL)
 _MESSAGE: Final = re.compile("<Message>(.*?)</Message>", re.DOTALL)
 """In the answers of S3."""
 _SHORT: Final = ("Requested range was invalid", "Invalid range", "InvalidRange", "416 ")
 """The object ends before what was asked for."""
 _FULL: Final = ("QuotaExceeded", "507 ", "No space left", "InsufficientStorage", "StorageFull")
+_ANSWERED: Final = "non-2xx status code"
+"""The store has said no, however often it was asked."""
+
+
+def open_store(url: str, options: Mapping[str, str], deadline_s: float) -> "ObstoreStore":
+    """As `OpenStore`."""
+    return ObstoreStore(url, options, deadline_s)
 
 
 class ObstoreStore:
@@ -46,8 +61,10 @@ class ObstoreStore:
 
     def __init__(self, url: str, options: Mapping[str, Any], deadline_s: float) -> None:
         """`options` are obstore's, for example endpoint and region; credentials come from the environment or
-        the machine, as the store's own tools find them, unless they are among the options. Raises StoreError
-        if the URL or an option cannot be used."""
+        the machine, as the store's own tools find them, unless they are among the options. S3 is given the
+        SHA-256 of what is put, because servers do not compare the one in the signature, unless the options
+        name another `checksum_algorithm`, or an empty one. Raises StoreError if the URL or an option cannot
+        be used."""
         self._deadline_s = deadline_s
         patience = timedelta(seconds=deadline_s)
         by_network = not url.startswith(("file:", "memory:"))
@@ -64,6 +81,10 @@ class ObstoreStore:
             }
         elif url.startswith("file:"):
             network = {"mkdir": True}
+        if url.startswith("s3:"):
+            options = {"checksum_algorithm": "sha256", **options}
+            if not options["checksum_algorithm"]:
+                del options["checksum_algorithm"]
         try:
             self._store = from_url(url, **options, **network)
         except (BaseError, ValueError, TypeError) as error:
@@ -88,7 +109,7 @@ class ObstoreStore:
                 )
                 return Piece(bytes(await answer.bytes_async()), answer.meta["size"])
 
-    async def read_into(self, name: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    async def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         spans = _joined(ranges)
         with _troubles(name):
             async with asyncio.timeout(self._deadline_s):
@@ -100,12 +121,15 @@ class ObstoreStore:
                     ends=[span.end for span in spans],
                     coalesce=0,
                 )
+        parts = [memoryview(b"")] * len(ranges)
         for span, data in zip(spans, found, strict=True):
             if len(data) != span.end - span.begin:
                 raise StoreError(StoreTrouble.MISSING, f"{name}: ends before byte {span.end}")
             whole = memoryview(data)
-            for begin, into in span.parts:
-                into[:] = whole[begin - span.begin : begin - span.begin + len(into)]
+            for place in span.places:
+                begin, size_bytes = ranges[place]
+                parts[place] = whole[begin - span.begin : begin - span.begin + size_bytes]
+        return parts
 
     async def list(self, prefix: str, after: str = "", limit: int = 1_000) -> list[Listed]:
         found: list[Listed] = []
@@ -133,54 +157,33 @@ class ObstoreStore:
         for row in sorted(rows, key=lambda row: row.name):
             yield row
 
-    async def delete(self, names: Sequence[str]) -> None:
-        for some in _batches(names):
-            with _troubles(some[0]):
-                async with asyncio.timeout(self._deadline_s):
-                    try:
-                        await obstore.delete_async(self._store, list(some))
-                    except FileNotFoundError:
-                        await self._delete_one_by_one(some)
-
-    async def _delete_one_by_one(self, names: Sequence[str]) -> None:
-        for name in names:
-            try:
-                await obstore.delete_async(self._store, name)
-            except FileNotFoundError:
-                continue
-
     async def close(self) -> None:
         del self._store
 
 
 @dataclass(slots=True)
 class _Span:
-    """Bytes that are read at once, and who gets which of them."""
+    """Bytes that are read at once, and for which of the ranges."""
 
     begin: int
     end: int
-    parts: list[tuple[int, memoryview]]
+    places: list[int]
 
 
-def _joined(ranges: Sequence[tuple[int, memoryview]]) -> list[_Span]:
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[_Span]:
     """Ranges with little between them are read together, up to SPAN_BYTES_MAX."""
     spans: list[_Span] = []
-    for begin, into in sorted(ranges, key=lambda each: each[0]):
-        end = begin + len(into)
+    for place in sorted(range(len(ranges)), key=lambda place: ranges[place][0]):
+        begin, size_bytes = ranges[place]
+        end = begin + size_bytes
         last = spans[-1] if spans else None
         near = last is not None and begin - last.end <= COALESCED_BYTES and end - last.begin <= SPAN_BYTES_MAX
         if last is not None and near:
             last.end = max(last.end, end)
-            last.parts.append((begin, into))
+            last.places.append(place)
         else:
-            spans.append(_Span(begin, end, [(begin, into)]))
+            spans.append(_Span(begin, end, [place]))
     return spans
-
-
-def _batches(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    rest = iter(names)
-    while some := tuple(itertools.islice(rest, DELETED_AT_ONCE)):
-        yield some
 
 
 @contextmanager
@@ -204,7 +207,7 @@ def _troubles(name: str) -> Iterator[None]:
             trouble = StoreTrouble.DENIED
         elif any(sign in text for sign in _FULL):
             trouble = StoreTrouble.FULL
-        elif "timed out" in text or "error sending request" in text or "retries" in text:
+        elif _ANSWERED not in text and any(sign in text for sign in _UNANSWERED):
             why = " ".join(text.partition("\n\n")[0].rpartition(" - ")[2].split())
             raise StoreError(StoreTrouble.LATE, f"{name}: no answer ({why})") from None
         else:

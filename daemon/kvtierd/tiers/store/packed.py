@@ -1,6 +1,8 @@
 """Blocks in packs, in any store of objects."""
 
 import asyncio
+import itertools
+import math
 import re
 import secrets
 import time
@@ -14,7 +16,7 @@ import numpy.typing as npt
 from kvtier_kernels import xxh3_64
 
 from kvtierd.tiers.store import packs
-from kvtierd.tiers.store.objects import Listed, ObjectStore, StoreError, StoreTrouble
+from kvtierd.tiers.store.objects import ObjectStore, StoreError, StoreTrouble
 from kvtierd.tiers.store.packs import Pack, PackError
 
 SKEW_S: Final = 600.0
@@ -25,6 +27,14 @@ HEADS_KEPT: Final = 256
 LISTED_AT_ONCE: Final = 1_000
 READS_AT_ONCE: Final = 16
 NAME_TRIES: Final = 3
+DOUBT_S: Final = 1.0
+"""After so long, a pack whose bytes did not fit is looked at again; after twice as long each further time."""
+DOUBT_MAX_S: Final = 3_600.0
+COMPARED_AT_ONCE_BYTES: Final = 8 << 20
+DOUBTED_AT_ONCE: Final = 8
+"""So many of them are looked at together with what is new."""
+DOUBTED_MAX: Final = 1_024
+"""Of so many packs it is remembered that they were doubted: the oldest is forgotten for another one."""
 _NAME: Final = re.compile(r"([0-9]{20})-[0-9a-f]{8}-[0-9a-f]{8}\.pack")
 
 
@@ -69,6 +79,16 @@ class PackNews:
     """What the pack's head says."""
 
 
+@dataclass(slots=True)
+class _Doubt:
+    """Bytes of a pack did not fit. It may be what is stored, or something on the way that passes."""
+
+    wait_s: float
+    """How long it is waited until the pack is looked at again."""
+    again_s: float
+    """When that is, by the monotonic clock; infinite if it has been since."""
+
+
 class Shelf:
     """The packs of one group of one namespace. Safe for several tasks of one loop."""
 
@@ -90,7 +110,10 @@ class Shelf:
         self._known: dict[str, float] = {}
         """Names that news were told of, or that are no packs, and when their hosts have made them."""
         self._newest_s = 0.0
+        self._continue_after = ""
+        """The name behind which the next listing goes on, if the last one did not come to the end."""
         self._heads: OrderedDict[str, Pack] = OrderedDict()
+        self._doubted: OrderedDict[str, _Doubt] = OrderedDict()
 
     # --- out ---
 
@@ -126,35 +149,121 @@ class Shelf:
         """Has the next `news` tell of everything there is."""
         self._known.clear()
         self._newest_s = 0.0
+        self._continue_after = ""
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last `news` left packs to the next one."""
+        return bool(self._continue_after)
+
+    def doubt(self, name: str) -> None:
+        """Bytes of a pack did not fit. It may be what is stored, or something on the way that passes: `news`
+        tells of the pack again when all bytes of a block fit, and looks ever more rarely."""
+        self._heads.pop(name, None)
+        before = self._doubted.pop(name, None)
+        wait_s = DOUBT_S
+        if before is not None:
+            looked_since = before.again_s == math.inf
+            wait_s = min(2 * before.wait_s, DOUBT_MAX_S) if looked_since else before.wait_s
+        self._doubted[name] = _Doubt(wait_s, time.monotonic() + wait_s)
+        if len(self._doubted) > DOUBTED_MAX:
+            self._doubted.popitem(last=False)
 
     async def news(self, limit: int) -> list[PackNews]:
-        """Packs that this has not told of yet, oldest first, at most `limit`; fewer do not mean that these
-        are all. What is no pack, or has gone meanwhile, is left out. Raises StoreError."""
-        after = f"{max(0, int((self._newest_s - SKEW_S) * 1e6)):020}"
-        found: list[Listed] = []
-        while len(found) < limit:
-            listed = await self._store.list(self._prefix, self._prefix + after, LISTED_AT_ONCE)
-            found += [each for each in listed if self._is_new(each)]
-            if len(listed) < LISTED_AT_ONCE:
-                break
-            after = listed[-1].name.removeprefix(self._prefix)
+        """Packs that this has not told of yet, oldest first, at most `limit`, and after them some that were
+        doubted, with those of their blocks that are sound; `behind` says whether there are more new ones.
+        What is no pack, or has gone meanwhile, is left out. Raises StoreError, but not after it has found
+        something, because nobody would tell of that again."""
+        names, more = await self._new_names(limit)
         told: list[PackNews] = []
-        for first in range(0, len(found[:limit]), READS_AT_ONCE):
-            some = found[:limit][first : first + READS_AT_ONCE]
-            heads = await asyncio.gather(*(self._head_or_none(each) for each in some))
-            for each, pack in zip(some, heads, strict=True):
-                name = each.name.removeprefix(self._prefix)
-                made_s = _made_s(name)
-                self._known[name] = made_s
-                self._newest_s = max(self._newest_s, min(made_s, self._clock() + SKEW_S))
-                if pack is not None:
-                    told.append(_whole_blocks(name, pack))
+        looked = 0
+        try:
+            while looked < len(names):
+                some = names[looked : looked + READS_AT_ONCE]
+                told += await self._told(some)
+                looked += len(some)
+            for name in self._due():
+                told += await self._told_again(name)
+        except StoreError:
+            if not told:
+                raise
+        if more or looked < len(names):
+            # Whoever has more to tell of goes on from there, and does not list ten minutes again each time.
+            self._continue_after = names[looked - 1]
+        else:
+            # Everything is known now. What this host has put counts as well; else it would list all of it
+            # each time for as long as nobody else puts anything.
+            self._continue_after = ""
+            self._newest_s = max(self._newest_s, min(max(self._known.values(), default=0.0), self._clock()))
         self._forget_old()
         return told
 
-    def _is_new(self, listed: Listed) -> bool:
-        name = listed.name.removeprefix(self._prefix)
-        return _NAME.fullmatch(name) is not None and name not in self._known
+    async def _told(self, names: Sequence[str]) -> list[PackNews]:
+        heads = await asyncio.gather(*(self._head_or_none(name) for name in names))
+        told = []
+        for name, pack in zip(names, heads, strict=True):
+            self._known[name] = made_s = _made_s(name)
+            if pack is not None:
+                self._newest_s = max(self._newest_s, min(made_s, self._clock() + SKEW_S))
+                told.append(_whole_blocks(name, pack))
+        return told
+
+    async def _told_again(self, name: str) -> list[PackNews]:
+        """What is sound of a pack that was doubted, every byte of it compared."""
+        doubt = self._doubted[name]
+        doubt.again_s = math.inf
+        try:
+            pack = await self._head_or_none(name)
+            if pack is None:
+                return []
+            news = _whole_blocks(name, pack)
+            sound = await self._sound(news)
+        except StoreError as error:
+            if error.trouble is StoreTrouble.MISSING:
+                return []
+            doubt.again_s = time.monotonic() + doubt.wait_s
+            raise
+        if len(sound) < len(news.records):
+            self.doubt(name)
+        if len(sound) == 0:
+            return []
+        return [PackNews(name, np.ascontiguousarray(news.hashes[sound]), news.records[sound], pack)]
+
+    async def _sound(self, news: PackNews) -> npt.NDArray[np.intp]:
+        """Which blocks of a pack have the bytes that its head promises."""
+        records = news.pack.records
+        ends = np.cumsum(records["stored_bytes"].astype(np.int64))
+        right = np.zeros(len(records), np.bool_)
+        cuts = np.flatnonzero(np.diff(ends // COMPARED_AT_ONCE_BYTES)) + 1
+        for rows in np.split(np.arange(len(records)), cuts):
+            places = zip(
+                records["offset"][rows].tolist(), records["stored_bytes"][rows].tolist(), strict=True
+            )
+            found = await self._store.read_ranges(self._prefix + news.name, list(places))
+            sums = np.array([xxh3_64(data) for data in found], np.uint64)
+            right[rows] = sums == records["checksum"][rows]
+        world = records["world"][news.records].astype(np.int64)
+        of_block = zip(news.records.tolist(), world.tolist(), strict=True)
+        return np.flatnonzero([right[first : first + count].all() for first, count in of_block])
+
+    def _due(self) -> list[str]:
+        """Names of packs that were doubted, and are looked at again now."""
+        now_s = time.monotonic()
+        due = (name for name, doubt in self._doubted.items() if doubt.again_s <= now_s)
+        return list(itertools.islice(due, DOUBTED_AT_ONCE))
+
+    async def _new_names(self, limit: int) -> tuple[list[str], bool]:
+        """Names that have not been looked at, in their order, and whether there may be more of them."""
+        after = self._continue_after or f"{max(0, int((self._newest_s - SKEW_S) * 1e6)):020}"
+        found: list[str] = []
+        at_end = False
+        while len(found) < limit and not at_end:
+            listed = await self._store.list(self._prefix, self._prefix + after, LISTED_AT_ONCE)
+            names = [each.name.removeprefix(self._prefix) for each in listed]
+            found += [name for name in names if _NAME.fullmatch(name) and name not in self._known]
+            at_end = len(listed) < LISTED_AT_ONCE
+            after = names[-1] if names else after
+        return found[:limit], len(found) > limit or not at_end
 
     def _forget_old(self) -> None:
         """What is older than where a listing begins is not listed again."""
@@ -162,10 +271,11 @@ class Shelf:
         for name in [name for name, made_s in self._known.items() if made_s < oldest_s]:
             del self._known[name]
 
-    async def _head_or_none(self, listed: Listed) -> Pack | None:
+    async def _head_or_none(self, name: str) -> Pack | None:
         try:
-            return await self._head(listed.name.removeprefix(self._prefix))
+            return await self._head(name)
         except PackError:
+            self.doubt(name)
             return None
         except StoreError as error:
             if error.trouble is StoreTrouble.MISSING:
@@ -204,6 +314,7 @@ class Shelf:
         try:
             pack = await self._head(name)
         except PackError:
+            self.doubt(name)
             return [None] * len(wanted)
         fits = [self._fits(pack, one) for one in wanted]
         ranges: list[tuple[int, memoryview]] = []
@@ -214,7 +325,11 @@ class Shelf:
                     for rank, buffer in enumerate(one.into)
                 ]
         if ranges:
-            await self._store.read_into(self._prefix + name, ranges)
+            found = await self._store.read_ranges(
+                self._prefix + name, [(begin, len(buffer)) for begin, buffer in ranges]
+            )
+            for (_, buffer), data in zip(ranges, found, strict=True):
+                buffer[:] = data
         return [
             [xxh3_64(buffer) for buffer in one.into] if right else None
             for one, right in zip(wanted, fits, strict=True)

@@ -58,13 +58,17 @@ class SlotJob:
     """ADOPT: which of the blocks that were found each slot is to stand for, parallel to `disk_slots`."""
     gone: list[Rows] = field(default_factory=list)
     """What a store does not have any more."""
+    refused: bool = False
+    """WRITE: all errors were answers of a store that does not take it."""
 
     def __len__(self) -> int:
         return len(self.disk_slots)
 
-    def fail(self, rows: Rows, error: str = "") -> None:
+    def fail(self, rows: Rows, error: str = "", *, refused: bool = False) -> None:
         if len(rows):
             self.failed.append(rows)
+            if error:
+                self.refused = refused and (self.refused or not self.error)
             self.error = self.error or error
 
     def fail_rest(self, error: str = "") -> None:
@@ -84,6 +88,7 @@ class SlotJob:
             bytes=self.moved_bytes,
             busy_ns=self.busy_ns,
             gone=np.setdiff1d(_positions(self.gone), corrupt).astype("<u4").tobytes(),
+            refused=self.refused,
         )
 
 

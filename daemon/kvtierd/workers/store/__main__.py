@@ -8,16 +8,18 @@ import argparse
 import json
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from typing import NoReturn
 
 import numpy as np
 from kvtier_kernels import PoolRecords, format_pool
 
-from kvtierd.core.errors import Reason, Refusal
+from kvtierd.core.errors import Refusal
 from kvtierd.memory.pool_file import config_digest, memory_end
 from kvtierd.tiers.disk.image import disk_geometry
-from kvtierd.tiers.store.objects import StoreError
+from kvtierd.tiers.store.drivers import open_driver
+from kvtierd.tiers.store.guarded import GuardedStore
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel.packets import ChannelEndedError, ProtocolError
 from kvtierd.workers.disk.jobs import read_job
@@ -41,8 +43,9 @@ def main() -> NoReturn:
     """Runs a worker and ends the process with its status."""
     inherited = inherit(_parser())
     arguments = inherited.arguments
+    stuck = threading.Event()
     try:
-        make = _maker(inherited)
+        make = _maker(inherited, stuck)
     except Refusal as refusal:
         give_up(inherited, refusal)
     loop = StoreLoop(
@@ -57,7 +60,12 @@ def main() -> NoReturn:
     def handle(message: wire.ToWorker, _: list[int]) -> None:
         _handle(message, loop, inherited)
 
-    exit_status, is_orphan = run(inherited, ready, populator, handle, _log, loop.broken.is_set)
+    def is_broken() -> bool:
+        return loop.broken.is_set() or stuck.is_set()
+
+    exit_status, is_orphan = run(inherited, ready, populator, handle, _log, is_broken)
+    if stuck.is_set():
+        _log.error("a call of the store's driver goes on although it was cancelled, so its process ends")
     deadline_s = arguments.operation_deadline_s
     loop.stop()
     finish(inherited.status, min(deadline_s, ORPHAN_DEADLINE_S) if is_orphan else deadline_s, loop.join, _log)
@@ -86,21 +94,13 @@ def _parser() -> argparse.ArgumentParser:
 Make = Callable[[Callable[[wire.ToFront], None]], tuple[StoreMover, Looking]]
 
 
-def _maker(inherited: Inheritance) -> Make:
-    """Opens the image and the store. Raises Refusal."""
+def _maker(inherited: Inheritance, stuck: threading.Event) -> Make:
+    """Opens the image and the store. Raises Refusal. `stuck` is set when only the end of the process ends a
+    call of the store."""
     arguments = inherited.arguments
-    try:
-        # Only here, because a daemon without a store needs no library for it.
-        from kvtierd.tiers.store.obstore_store import ObstoreStore
-    except ImportError as error:
-        message = f"the package obstore is not there ({error}): pip install 'obstore>=0.12,<0.13'"
-        raise Refusal(Reason.MODE_UNSUPPORTED, message, field="store.url", value=arguments.url) from error
     options = json.loads(os.environ.pop(OPTIONS_VARIABLE, "{}"))
-    try:
-        store = ObstoreStore(arguments.url, options, arguments.call_deadline_s)
-    except StoreError as error:
-        message = f"it cannot be used: {error}"
-        raise Refusal(Reason.MALFORMED, message, field="store.url", value=arguments.url) from error
+    deadline_s = arguments.call_deadline_s
+    store = GuardedStore(open_driver(arguments.url, options, deadline_s), deadline_s, stuck.set)
     array = np.frombuffer(mmap.mmap(arguments.image_fd, arguments.image_bytes), np.uint8)
     os.close(arguments.image_fd)
     geometry = disk_geometry(arguments.image_bytes, arguments.extent_bytes)

@@ -70,22 +70,24 @@ class Looking:
         """Looks until it is cancelled."""
         while True:
             self._asked.clear()
-            found = 0
+            # Only who is behind looks again at once: where others put packs all the time, there is always
+            # something new, and each look is paid for.
+            is_behind = False
             for space, watched in list(self._watched.items()):
                 try:
-                    found += await self._look(space, watched)
+                    await self._look(space, watched)
                 except StoreError as error:
                     self._say(error)
                 else:
                     self._say(None)
-            if not found:
+                    is_behind |= watched.shelf.behind
+            if not is_behind:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._asked.wait(), self._every_s)
 
-    async def _look(self, space: int, watched: _Watched) -> int:
-        """Tells of one listing of a space. Returns how many packs were new."""
-        packs = await watched.shelf.news(PACKS_AT_ONCE)
-        for news in packs:
+    async def _look(self, space: int, watched: _Watched) -> None:
+        """Tells of the next packs of a space that are new."""
+        for news in await watched.shelf.news(PACKS_AT_ONCE):
             wanted = _fitting(news, watched.sizes)
             per_find = max(1, JOB_SLOTS_MAX // len(watched.sizes))
             for first in range(0, len(wanted.records), per_find):
@@ -97,7 +99,6 @@ class Looking:
                 number, self._next = self._next, self._next + 1
                 self._finds[number] = Find(some, watched.shelf)
                 self._tell(wire.PackFound(pack=number, space=space, hashes=some.hashes.tobytes()))
-        return len(packs)
 
     def _say(self, error: StoreError | None) -> None:
         if error is not None and self._well:

@@ -22,7 +22,7 @@ from kvtierd.tiers.store.packed import Block, PackNews, Shard, Shelf, Wanted
 from kvtierd.workers.disk.jobs import U64, Rows, SlotJob
 from kvtierd.workers.disk.moving import Bytes, pair
 from kvtierd.workers.store import records
-from kvtierd.workers.store.locations import KnownPack, Locations
+from kvtierd.workers.store.locations import U32, KnownPack, Locations
 from kvtierd.workers.store.shelves import Shelves
 
 PACK_BYTES = 16 << 20
@@ -146,18 +146,18 @@ class StoreMover:
     async def _put(self, shelf: Shelf, some: Sequence["_Outgoing"]) -> None:
         """Makes one pack of these blocks."""
         began_ns = time.monotonic_ns()
-        trouble = ""
+        trouble: StoreError | None = None
         try:
             put = await shelf.put([outgoing.block for outgoing in some])
         except StoreError as error:
-            trouble = str(error)
+            trouble = error
         took_ns = time.monotonic_ns() - began_ns
         for job in {id(outgoing.job): outgoing.job for outgoing in some}.values():
             places = [place for place, outgoing in enumerate(some) if outgoing.job is job]
             rows = np.concatenate([some[place].rows for place in places])
             job.busy_ns += took_ns
-            if trouble:
-                job.fail(rows, trouble)
+            if trouble is not None:
+                job.fail(rows, str(trouble), refused=trouble.trouble is not StoreTrouble.LATE)
                 continue
             where = [put.records[place] + np.arange(len(some[place].rows)) for place in places]
             slots = job.disk_slots[rows]
@@ -192,6 +192,7 @@ class StoreMover:
         read, sums = await self._get(job, rows, place)
         verdicts = self._host.accept(*pair(job, read, self._image), sums)
         job.corrupt.append(read[verdicts == 2])
+        self._doubt(job.disk_slots[read[verdicts == 2]])
         job.fail(read[verdicts == 0])
 
     async def _check(self, job: SlotJob, rows: Rows) -> None:
@@ -203,7 +204,16 @@ class StoreMover:
         # It is corrupt only if the slot still is what it was.
         still = self._image.check(job.disk_slots[wrong], job.disk_generations[wrong]) == 1
         job.corrupt.append(wrong[still])
+        self._doubt(job.disk_slots[wrong[still]])
         job.fail(wrong[~still])
+
+    def _doubt(self, slots: U32) -> None:
+        """What was read for these slots did not fit. The front forgets them; their packs are told of again,
+        because something on the way may have changed the bytes."""
+        for number in np.unique(self._locations.of(slots)[0]).tolist():
+            pack = self._locations.pack(number)
+            if pack is not None:
+                pack.shelf.doubt(pack.name)
 
     async def _get(self, job: SlotJob, rows: Rows, place: Place) -> tuple[Rows, U64]:
         """Reads the blocks of READY slots. Returns the rows of which there are bytes, and their sums; the

@@ -91,13 +91,15 @@ class DiskOptions:
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """A store that other hosts use as well, as its worker is told about it. It takes the place of a disk."""
+    """A store that other hosts use as well, as its worker is told about it. It is the last of the disks."""
 
+    number: int
+    """Position after the disks."""
     url: str
     prefix: str
     """The folder of kvtier's objects in the store, empty or with a slash at its end."""
     options: Mapping[str, str]
-    """What obstore is told besides the URL."""
+    """What the store's driver is told besides the URL."""
     host: str
     """8 hexadecimal digits that name this daemon."""
     image_bytes: int
@@ -113,7 +115,7 @@ class StoreOptions:
 
     @property
     def device(self) -> str:
-        return disk_device(0)
+        return disk_device(self.number)
 
     def worker(self, *, first: bool, handshake_deadline_s: float) -> WorkerKind:
         """Its worker. The `first` one of a boot makes the image."""

@@ -249,6 +249,7 @@ def disk_job_finished(worker: WorkerId, message: wire.DiskJobFinished) -> stimul
         bytes=message.bytes,
         busy_s=message.busy_ns / 1e9,
         gone=np.frombuffer(message.gone, "<u4").astype(np.uint32, copy=False),
+        refused=message.refused,
     )
 
 

@@ -1,0 +1,1 @@
+"""How much a fleet asks of a shared store, and what that costs: docs/capacity.md."""
