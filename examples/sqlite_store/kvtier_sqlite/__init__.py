@@ -1,7 +1,7 @@
 """A store for kvtier in a SQLite file: `store.url = "sqlite:///srv/kvtier/blocks.db"`.
 
 SQLite's locks need a file system of one machine, so this is for several daemons there. It is also what a
-driver for kvtier consists of: a function that opens a store, four calls, and errors as StoreError.
+driver for kvtier consists of: a function that opens a store, five calls, and errors as StoreError.
 """
 
 import asyncio
@@ -94,6 +94,12 @@ class SqliteStore:
             return [Listed(*row) for row in rows]
 
         return await self._in_thread(prefix, select)
+
+    async def delete(self, name: str) -> None:
+        def delete(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM objects WHERE name = ?", (name,))
+
+        await self._in_thread(name, delete)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._threads.shutdown)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.integration.stores.conftest import Connect
 from tests.support.daemon import DaemonHost, until
 from tests.support.events import CPU, STORAGE, EventPlace, Subscriber, as_ints, event_place, replay
-from tests.support.hosts import NewHost, below
+from tests.support.hosts import NewHost
 from tests.support.plain_client import BLOCKS, NAMESPACE, PlainClient, block_hashes
 
 SMALL = {"pool__size": "4MiB", "pool__extent_size": "1MiB"}
@@ -99,7 +99,8 @@ def test_a_block_on_a_disk_only(
         router.until_has(STORAGE, as_ints(HASHES))
         assert router.only.has(CPU) == as_ints(HASHES)
         others = fill(client)
-        until(lambda: below(host).blocks == len(HASHES) + len(others), "all are on the disk")
+        blocks = len(HASHES) + len(others)
+        until(lambda: [disk.blocks for disk in host.status().disks] == [blocks], "all are on the disk")
         router.until_has(STORAGE, as_ints([*HASHES, *others]))
         assert not router.only.has(CPU) & as_ints(HASHES)
         until(lambda: client.load(HASHES) == len(HASHES), "they come up again")

@@ -6,7 +6,7 @@ pyproject.toml declares its entry points, as any other package would declare its
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -156,6 +156,12 @@ class ObstoreStore:
                 rows.clear()
         for row in sorted(rows, key=lambda row: row.name):
             yield row
+
+    async def delete(self, name: str) -> None:
+        with _troubles(name):
+            async with asyncio.timeout(self._deadline_s):
+                with suppress(FileNotFoundError):
+                    await obstore.delete_async(self._store, name)
 
     async def close(self) -> None:
         del self._store

@@ -3,11 +3,10 @@
 import asyncio
 import itertools
 import math
-import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +15,15 @@ import numpy.typing as npt
 from kvtier_kernels import xxh3_64
 
 from kvtierd.tiers.store import packs
+from kvtierd.tiers.store.names import (
+    BEGIN_BYTES,
+    NOTE_BYTES_MAX,
+    is_pack,
+    made_s,
+    note_name,
+    note_of,
+    read_note,
+)
 from kvtierd.tiers.store.objects import ObjectStore, StoreError, StoreTrouble
 from kvtierd.tiers.store.packs import Pack, PackError
 
@@ -35,7 +43,8 @@ DOUBTED_AT_ONCE: Final = 8
 """So many of them are looked at together with what is new."""
 DOUBTED_MAX: Final = 1_024
 """Of so many packs it is remembered that they were doubted: the oldest is forgotten for another one."""
-_NAME: Final = re.compile(r"([0-9]{20})-[0-9a-f]{8}-[0-9a-f]{8}\.pack")
+FOLLOWED_MAX: Final = 4
+"""So many notes are followed one after the other: what a pack went into may have gone as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,16 @@ class PackNews:
     """For each block its first record."""
     pack: Pack
     """What the pack's head says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Where a block is whose pack has gone."""
+
+    name: str
+    record: int
+    checksums: tuple[int, ...]
+    """Of its shards, as the pack's head says. Another host may have computed the block, with other bytes."""
 
 
 @dataclass(slots=True)
@@ -137,7 +156,7 @@ class Shelf:
             name = f"{int(self._clock() * 1e6):020}-{self._host}-{secrets.token_hex(4)}.pack"
             if await self._store.put(self._prefix + name, parts):
                 hashes = np.ascontiguousarray(placed["hash"][firsts])
-                self._known[name] = _made_s(name)
+                self._known[name] = made_s(name)
                 pack = Pack(self._namespace, self._group, packs.length_of(bytes(parts[0])), placed)
                 self._keep(name, pack)
                 return PackNews(name, hashes, np.array(firsts, np.uint32), pack)
@@ -202,9 +221,9 @@ class Shelf:
         heads = await asyncio.gather(*(self._head_or_none(name) for name in names))
         told = []
         for name, pack in zip(names, heads, strict=True):
-            self._known[name] = made_s = _made_s(name)
+            self._known[name] = made = made_s(name)
             if pack is not None:
-                self._newest_s = max(self._newest_s, min(made_s, self._clock() + SKEW_S))
+                self._newest_s = max(self._newest_s, min(made, self._clock() + SKEW_S))
                 told.append(_whole_blocks(name, pack))
         return told
 
@@ -217,7 +236,7 @@ class Shelf:
             if pack is None:
                 return []
             news = _whole_blocks(name, pack)
-            sound = await self._sound(news)
+            sound = await self.sound(news)
         except StoreError as error:
             if error.trouble is StoreTrouble.MISSING:
                 return []
@@ -229,9 +248,12 @@ class Shelf:
             return []
         return [PackNews(name, np.ascontiguousarray(news.hashes[sound]), news.records[sound], pack)]
 
-    async def _sound(self, news: PackNews) -> npt.NDArray[np.intp]:
-        """Which blocks of a pack have the bytes that its head promises."""
-        records = news.pack.records
+    async def sound(self, news: PackNews) -> npt.NDArray[np.intp]:
+        """Which of these blocks of a pack have the bytes that its head promises. Raises StoreError."""
+        world = news.pack.records["world"][news.records].astype(np.int64)
+        starts = news.records.astype(np.int64)
+        own = np.repeat(starts - np.cumsum(world) + world, world) + np.arange(world.sum())
+        records = news.pack.records[own]
         ends = np.cumsum(records["stored_bytes"].astype(np.int64))
         right = np.zeros(len(records), np.bool_)
         cuts = np.flatnonzero(np.diff(ends // COMPARED_AT_ONCE_BYTES)) + 1
@@ -242,9 +264,9 @@ class Shelf:
             found = await self._store.read_ranges(self._prefix + news.name, list(places))
             sums = np.array([xxh3_64(data) for data in found], np.uint64)
             right[rows] = sums == records["checksum"][rows]
-        world = records["world"][news.records].astype(np.int64)
-        of_block = zip(news.records.tolist(), world.tolist(), strict=True)
-        return np.flatnonzero([right[first : first + count].all() for first, count in of_block])
+        ends_of = np.cumsum(world)
+        of_block = zip((ends_of - world).tolist(), ends_of.tolist(), strict=True)
+        return np.flatnonzero([right[first:end].all() for first, end in of_block])
 
     def _due(self) -> list[str]:
         """Names of packs that were doubted, and are looked at again now."""
@@ -260,7 +282,7 @@ class Shelf:
         while len(found) < limit and not at_end:
             listed = await self._store.list(self._prefix, self._prefix + after, LISTED_AT_ONCE)
             names = [each.name.removeprefix(self._prefix) for each in listed]
-            found += [name for name in names if _NAME.fullmatch(name) and name not in self._known]
+            found += [name for name in names if is_pack(name) and name not in self._known]
             at_end = len(listed) < LISTED_AT_ONCE
             after = names[-1] if names else after
         return found[:limit], len(found) > limit or not at_end
@@ -268,7 +290,7 @@ class Shelf:
     def _forget_old(self) -> None:
         """What is older than where a listing begins is not listed again."""
         oldest_s = self._newest_s - SKEW_S
-        for name in [name for name, made_s in self._known.items() if made_s < oldest_s]:
+        for name in [name for name, made in self._known.items() if made < oldest_s]:
             del self._known[name]
 
     async def _head_or_none(self, name: str) -> Pack | None:
@@ -325,15 +347,82 @@ class Shelf:
                     for rank, buffer in enumerate(one.into)
                 ]
         if ranges:
-            found = await self._store.read_ranges(
-                self._prefix + name, [(begin, len(buffer)) for begin, buffer in ranges]
-            )
+            try:
+                found = await self._store.read_ranges(
+                    self._prefix + name, [(begin, len(buffer)) for begin, buffer in ranges]
+                )
+            except StoreError as error:
+                if error.trouble is StoreTrouble.MISSING:
+                    self._heads.pop(name, None)  # else `moved` would take it for a place where blocks are
+                raise
             for (_, buffer), data in zip(ranges, found, strict=True):
                 buffer[:] = data
         return [
             [xxh3_64(buffer) for buffer in one.into] if right else None
             for one, right in zip(wanted, fits, strict=True)
         ]
+
+    async def moved(self, name: str, wanted: Sequence[Wanted]) -> list[Moved | None]:
+        """Where blocks of a pack are that has gone, by the notes of collectors; None for those that no note
+        leads to. Raises StoreError."""
+        places: dict[bytes, Moved] = {}
+        looked: set[str] = set()
+        gone = {name: {one.hash for one in wanted}}
+        for _ in range(FOLLOWED_MAX):
+            looked.update(gone)
+            holders: dict[str, set[bytes]] = {}
+            for each, missing in gone.items():
+                for holder, begins in (await self._note(each)).items():
+                    there = {block for block in missing if block[:BEGIN_BYTES] in begins}
+                    if there and holder not in looked:
+                        holders.setdefault(holder, set()).update(there)
+            gone = {}
+            for holder, missing in holders.items():
+                try:
+                    pack = await self._head(holder)
+                except PackError:
+                    self.doubt(holder)
+                    continue
+                except StoreError as error:
+                    if error.trouble is not StoreTrouble.MISSING:
+                        raise
+                    gone[holder] = missing
+                    continue
+                places.update(_moved_to(holder, pack, missing))
+            if not gone:
+                break
+        return [places.get(one.hash) for one in wanted]
+
+    async def _note(self, name: str) -> dict[str, set[bytes]]:
+        """Which packs have what a pack had that has gone, and how the hashes of the blocks begin."""
+        try:
+            note = await self._store.read(self._prefix + note_name(name), 0, NOTE_BYTES_MAX)
+        except StoreError as error:
+            if error.trouble is StoreTrouble.MISSING:
+                return {}
+            raise
+        return read_note(note.data)
+
+    # --- for collectors ---
+
+    async def blocks_of(self, name: str) -> PackNews | None:
+        """The blocks of a pack of which all shards are there; None if it is no pack, or has gone. Raises
+        StoreError."""
+        pack = await self._head_or_none(name)
+        return None if pack is None else _whole_blocks(name, pack)
+
+    async def leave_note(self, name: str, moved_to: Mapping[str, Iterable[bytes]]) -> None:
+        """Notes which packs have which blocks of this one. A note that is there stays: the packs that it
+        names had everything, and if one of them has gone, there is a note for it in turn. Raises
+        StoreError."""
+        path, note = self._prefix + note_name(name), memoryview(note_of(moved_to))
+        if not await self._store.put(path, [note]) and not await self._note(name):
+            raise StoreError(StoreTrouble.OTHER, f"{path}: this is no note that kvtier has made: remove it")
+
+    async def delete(self, name: str) -> None:
+        """Removes a pack or a note. Raises StoreError."""
+        self._heads.pop(name, None)
+        await self._store.delete(self._prefix + name)
 
     @staticmethod
     def _fits(pack: Pack, one: Wanted) -> bool:
@@ -346,11 +435,6 @@ class Shelf:
             and int(record["stored_bytes"]) == int(record["data_bytes"]) == len(buffer)
             for rank, (record, buffer) in enumerate(zip(records, one.into, strict=True))
         )
-
-
-def _made_s(name: str) -> float:
-    """When a pack was made, by its host's clock."""
-    return int(name[:20]) / 1e6
 
 
 def _whole_blocks(name: str, pack: Pack) -> PackNews:
@@ -366,3 +450,12 @@ def _whole_blocks(name: str, pack: Pack) -> PackNews:
     chosen = firsts[np.array(whole, np.bool_)] if len(firsts) else firsts
     hashes = np.ascontiguousarray(records["hash"][chosen])
     return PackNews(name, hashes, chosen.astype(np.uint32), pack)
+
+
+def _moved_to(name: str, pack: Pack, wanted: set[bytes]) -> Iterator[tuple[bytes, Moved]]:
+    """Which of these blocks a pack has, and where."""
+    for first in _whole_blocks(name, pack).records.tolist():
+        block = pack.records[first]["hash"].tobytes()
+        if block in wanted:
+            shards = pack.records[first : first + int(pack.records[first]["world"])]
+            yield block, Moved(name, first, tuple(shards["checksum"].tolist()))
