@@ -180,7 +180,7 @@ def collect(
     if not store.url:
         nothing = settings.ConfigError("store.url", "", "name the store, for example s3://BUCKET/FOLDER")
         _fail(nothing, EXIT_CONFIG)
-    from kvtierd.cli.collecting import as_text, collect_once
+    from kvtierd.cli.collecting import as_text, collect_once, leave
     from kvtierd.core.errors import Refusal
 
     try:
@@ -188,8 +188,7 @@ def collect(
     except Refusal as refusal:
         _fail(refusal, EXIT_CANNOT_START)
     click.echo(json.dumps(dataclasses.asdict(collected)) if as_json else as_text(collected, dry_run=dry_run))
-    if collected.failures:
-        sys.exit(EXIT_INCOMPLETE)
+    leave(EXIT_INCOMPLETE if collected.failures else 0)
 
 
 @main.group()

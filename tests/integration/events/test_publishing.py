@@ -33,6 +33,11 @@ def found(client: PlainClient, hashes: list[bytes]) -> set[bytes]:
     return {each for each, hit in zip(hashes, states, strict=True) if hit}
 
 
+def on_disk(host: DaemonHost, blocks: int) -> None:
+    """Waits until the only disk has so many blocks."""
+    until(lambda: [disk.blocks for disk in host.status().disks] == [blocks], f"{blocks} are on the disk")
+
+
 def ctl(host: DaemonHost, *arguments: str) -> str:
     command = [sys.executable, "-m", "kvtierd.ctl", *arguments, f"--socket={host.socket}"]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
@@ -98,9 +103,11 @@ def test_a_block_on_a_disk_only(
         assert client.store(HASHES).done
         router.until_has(STORAGE, as_ints(HASHES))
         assert router.only.has(CPU) == as_ints(HASHES)
-        others = fill(client)
-        blocks = len(HASHES) + len(others)
-        until(lambda: [disk.blocks for disk in host.status().disks] == [blocks], "all are on the disk")
+        others = block_hashes("other", range(4 * BLOCKS))
+        for first in range(0, len(others), BLOCKS):  # each is written before the next ones need its room
+            on_disk(host, len(HASHES) + first)
+            assert client.store(others[first : first + BLOCKS]).done
+        on_disk(host, len(HASHES) + len(others))
         router.until_has(STORAGE, as_ints([*HASHES, *others]))
         assert not router.only.has(CPU) & as_ints(HASHES)
         until(lambda: client.load(HASHES) == len(HASHES), "they come up again")

@@ -4,8 +4,12 @@ collects at the same time."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -359,3 +363,23 @@ async def outcome(run: Any) -> BaseException | None:
     except KilledError as error:
         return error
     return None
+
+
+def collect(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtierd.cli", "collect", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_people_are_told_what_was_done_and_what_was_not(tmp_path: Path) -> None:
+    ended = collect(f"--store-url={tmp_path.as_uri()}", "--dry-run")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "0 packs would be removed, because newer packs have their blocks\n" in ended.stdout
+    ended = collect()
+    assert (ended.returncode, ended.stdout) == (78, "")
+    assert "store.url = '': name the store, for example s3://BUCKET/FOLDER" in ended.stderr
+    nowhere = ["--store-url=s3://bucket/folder", "--store-deadline-s=1"]
+    options = "endpoint=http://127.0.0.1:9,region=x,access_key_id=a,secret_access_key=b"
+    ended = collect(*nowhere, f"--store-options={options}", "--json")
+    assert ended.returncode == 75, "a later run does it"
+    [failure] = json.loads(ended.stdout)["failures"]
+    assert failure.startswith("1/: no answer")

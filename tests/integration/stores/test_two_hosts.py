@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvtier import MISS, PENDING
@@ -46,6 +50,44 @@ def test_a_host_that_starts_later_finds_what_there_is(
     assert connect_to(one).store(HASHES).done
     wait_until_put(one, len(HASHES))
     one.stop()
+    loads(connect_to(new_host(store__url=url)), HASHES)
+
+
+def made_earlier(folder: Path, by_s: float) -> None:
+    """As if the packs in a folder had been put there so long ago."""
+    for pack in folder.rglob("*.pack"):
+        made, rest = pack.name[:20], pack.name[20:]
+        pack.rename(pack.with_name(f"{int(made) - int(by_s * 1e6):020}{rest}"))
+
+
+def collect(url: str, *options: str) -> Any:
+    command = [sys.executable, "-m", "kvtierd.cli", "collect", f"--store-url={url}", "--json", *options]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return json.loads(ended.stdout)
+
+
+def test_a_host_loads_what_a_collector_has_put_elsewhere(
+    new_host: NewHost, connect_to: Connect, url: str, tmp_path: Path
+) -> None:
+    """It knows the packs that go, and asks for them later; a host that starts then finds the new one."""
+    one = new_host(store__url=url)
+    writer = connect_to(one)
+    for first in range(0, len(HASHES), 4):
+        assert writer.store(HASHES[first : first + 4]).done
+        wait_until_put(one, first + 4)
+    one.stop()
+    folder = tmp_path / "shared"
+    made_earlier(folder, 7_200)
+    two = new_host(store__url=url)
+    reader = connect_to(two)
+    until(lambda: below(two).blocks == len(HASHES), "the host knows of them")
+    told = collect(url, "--dry-run")
+    assert (told["packs"], told["joined_packs"], told["larger_packs"]) == (6, 6, 1)
+    assert len(list(folder.rglob("*.pack"))) == 6
+    assert collect(url) == told
+    assert len(list(folder.rglob("*.pack"))) == 1
+    loads(reader, HASHES)
+    assert below(two).corrupt_blocks == 0
     loads(connect_to(new_host(store__url=url)), HASHES)
 
 
