@@ -305,13 +305,13 @@ class TestExplain:
         prompt = [block("READABLE", "readable now")] * 20 + [
             block("EVICTED", "evicted 9 s ago"),
             block("EVICTED", "evicted 8 s ago"),
-            block("ON_DISK", "on a disk only"),
+            block("ON_DISK", "on a disk or in the store only"),
         ]
         assert plain(explained(prompt, set())).splitlines() == [
             "namespace aa  m  group 0: 21 of 23 blocks can be loaded",
             "  blocks 1 to 20: readable now",
             "  blocks 21 to 22: evicted 9 s ago",
-            "  block 23: on a disk only",
+            "  block 23: on a disk or in the store only",
             "not known in 1 group of namespaces that no attached engine uses; --namespace DIGEST tells about "
             "one of them (`kvtierctl namespaces`)",
         ]
