@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kvtier_kernels import xxh3_64
-from kvtierd.tiers.store import collector
-from kvtierd.tiers.store.collector import NOTES_KEPT_S, Collected, Collector
+from kvtierd.tiers.store import collector, packs
+from kvtierd.tiers.store.collector import JOINED_MIN, NOTES_KEPT_S, Collected, Collector
 from kvtierd.tiers.store.objects import ObjectStore, StoreError, StoreTrouble
 from kvtierd.tiers.store.packed import FOLLOWED_MAX, Block, PackNews, Shard, Shelf, Wanted
 
@@ -303,6 +303,30 @@ def test_what_is_no_pack_is_left_alone(objects: Objects, clock: Clock) -> None:
         assert set(objects) == before
         reader = await Reader(shelf(store, clock)).look()
         assert await reader.read(1) in right(1)
+
+    asyncio.run(task())
+
+
+def test_a_pack_with_anything_that_cannot_be_read_here_stays(objects: Objects, clock: Clock) -> None:
+    """A newer version may have put it, or a host with another library."""
+
+    async def task() -> None:
+        store = InMemory(objects)
+        older = shelf(store, clock)
+        await older.put([block(1), block(2)])
+        [path] = objects
+        pack = await older.blocks_of(path.rpartition("/")[2])
+        assert pack is not None
+        records = pack.pack.records.copy()
+        records["shard"][3] = 0  # no shard 1 of the second block
+        head = packs.head_of(NAMESPACE, 0, records)
+        objects[path] = head + objects[path][len(head) :]
+        for _ in range(JOINED_MIN):
+            await shelf(store, clock).put([block(1), block(2)])
+        clock.now_s += 2 * HOUR_S
+        told = await collected(store, clock)
+        assert (told.unreadable_packs, told.superseded_packs) == (1, JOINED_MIN - 1)
+        assert path in objects
 
     asyncio.run(task())
 

@@ -63,7 +63,7 @@ class Collected:
     removed_bytes: int = 0
     notes_removed: int = 0
     unreadable_packs: int = 0
-    """What is no pack, or could not be read. It stays as it is."""
+    """What is no pack, or has something that this version cannot read. It stays as it is."""
     doubted_blocks: int = 0
     """Blocks whose bytes did not fit where they were to be the only copy. The packs in question stay."""
     failures: list[str] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Collector:
             some = names[first : first + READS_AT_ONCE]
             heads = await asyncio.gather(*(shelf.blocks_of(name) for name in some))
             for name, news in zip(some, heads, strict=True):
-                if news is None:
+                if news is None or not _is_all_known(news):
                     self.collected.unreadable_packs += 1
                 else:
                     found.append(_Found(name, sizes[name], news))
@@ -313,6 +313,12 @@ def _folder_of(parents: Sequence[str]) -> tuple[bytes, int] | None:
         return (digest, int(group)) if len(digest) == packs.DIGEST_BYTES else None
     except ValueError:
         return None
+
+
+def _is_all_known(news: PackNews) -> bool:
+    """Whether everything in a pack is a whole block that can be read here."""
+    records = news.pack.records
+    return int(records["world"][news.records].astype(np.int64).sum()) == len(records)
 
 
 def _by_holder(places: Iterable[tuple[str, bytes]]) -> dict[str, list[bytes]]:
