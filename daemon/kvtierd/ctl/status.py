@@ -135,12 +135,12 @@ def _disk(disk: admin_pb2.DiskStatus, worker_pid: int) -> Facts:
         ),
     ):
         lately = f", {human_size(bytes_per_s)}/s lately" if bytes_per_s else ""
-        moved_bytes = done_bytes - saved_bytes
-        ratio = f" as {human_size(moved_bytes)} (1 : {moved_bytes / done_bytes:.2f})" if saved_bytes else ""
+        moved_bytes = max(1, done_bytes - saved_bytes)
+        small = f", compressed to {human_size(moved_bytes)} ({done_bytes / moved_bytes:.2f} : 1)"
         yield (
             label,
-            f"{blocks:,} blocks, {human_size(done_bytes)}{ratio}, {human_size(queued_bytes)} on their way"
-            f"{lately}",
+            f"{blocks:,} blocks, {human_size(done_bytes)}{small * bool(saved_bytes)}, "
+            f"{human_size(queued_bytes)} on their way{lately}",
         )
     yield "forgotten" if disk.shared else "evicted", f"{disk.evicted_blocks:,} blocks"
     if not disk.shared:

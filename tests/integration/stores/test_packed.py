@@ -504,7 +504,7 @@ class TestCompression:
     def test_a_record_that_does_not_fit_is_a_miss_even_if_the_heads_checksum_does(
         self, store: ObjectStore, clock: Clock, tmp_path: Path, field: str, value: int
     ) -> None:
-        """Newer daemons may have other codings, and whoever may write into the store can compute checksums."""
+        """Newer daemons may have other codings, and whoever may write into the store computes checksums."""
 
         async def task() -> None:
             put = await self.put(store, clock)
