@@ -9,6 +9,8 @@ import click
 
 from kvtierd.config.settings import human_size
 from kvtierd.config.store import StoreConfig
+from kvtierd.tiers.store.coder import Coder
+from kvtierd.tiers.store.coding import Compression
 from kvtierd.tiers.store.collector import Collected, Collector
 from kvtierd.tiers.store.drivers import open_driver
 from kvtierd.tiers.store.guarded import GuardedStore
@@ -23,15 +25,16 @@ def collect_once(store: StoreConfig, older_s: float, *, dry_run: bool, quiet: bo
     """Goes through the whole store once. Raises Refusal if the store cannot be opened."""
     driver = open_driver(store.url, dict(store.options), store.deadline_s)
     opened = GuardedStore(driver, store.deadline_s, _stuck)
-    return asyncio.run(_run(opened, older_s, dry_run=dry_run, quiet=quiet))
+    coder = Coder(Compression(store.compression))
+    return asyncio.run(_run(opened, coder, older_s, dry_run=dry_run, quiet=quiet))
 
 
-async def _run(store: GuardedStore, older_s: float, *, dry_run: bool, quiet: bool) -> Collected:
+async def _run(store: GuardedStore, coder: Coder, older_s: float, *, dry_run: bool, quiet: bool) -> Collected:
     def progress(so_far: Collected) -> None:
         if not quiet:
             click.echo(f"{so_far.packs:,} packs of {so_far.namespaces:,} namespaces looked at", err=True)
 
-    collector = Collector(store, older_s=older_s, dry_run=dry_run, progress=progress)
+    collector = Collector(store, older_s=older_s, dry_run=dry_run, coder=coder, progress=progress)
     try:
         return await collector.run()
     except StoreError as error:

@@ -9,6 +9,7 @@ from kvtierd.config.people import tenant_names
 from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.errors import Refusal
 from kvtierd.core.stimuli import CoreDisks, WriteMode
+from kvtierd.tiers.store.coding import Compression
 from kvtierd.tiers.store.drivers import find_driver
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
@@ -72,6 +73,13 @@ class StoreConfig:
         "When a block is put into the store: on-reuse (when it is found for the first time), through (as "
         "soon as it is stored) or back (before it is evicted).",
         metavar="MODE",
+    )
+    compression: str = s.setting(
+        Compression.OFF.value,
+        s.choice(*(each.value for each in Compression)),
+        "How what this host puts into the store is compressed: off or zstd. What others have compressed is "
+        "read in any case.",
+        metavar="METHOD",
     )
     tenants: tuple[str, ...] = s.setting(
         (),

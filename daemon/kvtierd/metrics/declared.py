@@ -561,6 +561,14 @@ DECLARED = (
         labels=("disk",),
     ),
     _counter(
+        "kvtier_store_transferred_bytes",
+        "Bytes of blocks that went to the store that hosts share, or came from it, as it has them; only "
+        "with store.url.",
+        "What its network carries. kvtier_disk_written_bytes and kvtier_disk_read_bytes of the same disk, "
+        "divided by it: what store.compression gains.",
+        labels=("disk", "direction"),
+    ),
+    _counter(
         "kvtier_disk_evicted_blocks",
         "Blocks dropped to make room on a disk.",
         "Whether the disk is large enough.",

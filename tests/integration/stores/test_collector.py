@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from kvtier_kernels import xxh3_64
 from kvtierd.tiers.store import collector, packs
+from kvtierd.tiers.store.coder import Coder
+from kvtierd.tiers.store.coding import Compression
 from kvtierd.tiers.store.collector import JOINED_MIN, NOTES_KEPT_S, Collected, Collector
 from kvtierd.tiers.store.objects import ObjectStore, StoreError, StoreTrouble
 from kvtierd.tiers.store.packed import FOLLOWED_MAX, Block, PackNews, Shard, Shelf, Wanted
@@ -102,7 +104,7 @@ class Reader:
         for _ in range(FOLLOWED_MAX):
             one = Wanted(hash_of(number), first, [memoryview(bytearray(size)) for size in SIZES])
             try:
-                [sums] = await self._shelf.get(name, [one])
+                [got] = await self._shelf.get(name, [one])
             except StoreError as error:
                 if error.trouble is not StoreTrouble.MISSING:
                     raise
@@ -111,8 +113,8 @@ class Reader:
                     return None
                 name, first = moved.name, moved.record
             else:
-                assert sums is not None
-                return b"".join(one.into) if tuple(sums) == promised else None
+                assert got is not None
+                return b"".join(one.into) if tuple(got.sums) == promised else None
         return None
 
 
@@ -266,6 +268,32 @@ def test_what_another_host_computed_with_other_bytes_is_a_miss_for_whoever_knew_
         assert await knew.read(1) is None
         fresh = await Reader(shelf(store, clock)).look()
         assert await fresh.read(1) in right(1, [1])
+
+    asyncio.run(task())
+
+
+def test_what_is_compressed_is_joined_and_compressed_again(objects: Objects, clock: Clock) -> None:
+    pytest.importorskip("zstandard")
+
+    def alike(number: int) -> Block:
+        shards = [bytes([number]) * (20 * size) for size in SIZES]
+        return Block(hash_of(number), [Shard(memoryview(data), xxh3_64(data)) for data in shards])
+
+    async def task() -> None:
+        store, coder = InMemory(objects), Coder(Compression.ZSTD)
+        for number in range(JOINED_MIN):
+            await Shelf(store, "", NAMESPACE, 0, "0000000a", clock, coder).put([alike(number)])
+        clock.now_s += 2 * HOUR_S
+        for joined_by in (coder, None):
+            told = await collected(InMemory(copy := dict(objects)), clock, coder=joined_by)
+            assert (told.joined_packs, told.doubted_blocks) == (JOINED_MIN, 0)
+            [path] = packs_in(copy)
+            reader = shelf(InMemory(copy), clock)
+            news = await reader.blocks_of(path.rpartition("/")[2])
+            assert news is not None
+            records = news.pack.records
+            assert (records["stored_bytes"].sum() < records["data_bytes"].sum() / 2) == (joined_by is coder)
+            assert len(await reader.sound(news)) == JOINED_MIN
 
     asyncio.run(task())
 

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from kvtier import MISS, PENDING
 
 from tests.integration.stores.conftest import Connect
 from tests.integration.stores.steps import HASHES, bucket, is_served_beside_it, loads, misses_in_time
-from tests.support import seaweed
+from tests.support import plain_client, seaweed
 from tests.support.daemon import DaemonHost, until
 from tests.support.hosts import NewHost, below, wait_until_put
 from tests.support.networks import Networks, NoNetworksError
@@ -130,6 +132,64 @@ def test_what_a_tenant_that_does_not_share_stores_stays_on_its_host(
     assert below(one).blocks == below(one).written_blocks == 0
     assert reader.lookup(HASHES).hits == 0
     assert writer.load(HASHES) == len(HASHES)
+
+
+class TestCompression:
+    """Of two hosts with `store.compression`, or one."""
+
+    @pytest.fixture(autouse=True)
+    def floats(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Blocks of bfloat16, as engines have them, instead of bytes of which nothing can be saved."""
+
+        def content(value: bytes) -> npt.NDArray[np.uint8]:
+            random = np.random.default_rng(np.frombuffer(value, np.uint8))
+            numbers = random.normal(size=BLOCK_BYTES // 2).astype("<f4").view("<u4") >> np.uint32(16)
+            return numbers.astype("<u2").view(np.uint8)
+
+        monkeypatch.setattr(plain_client, "content", content)
+
+    @pytest.mark.parametrize(("puts", "reads"), [("zstd", "zstd"), ("zstd", "off"), ("off", "zstd")])
+    def test_blocks_of_one_host_are_loaded_on_another(
+        self, new_host: NewHost, connect_to: Connect, url: str, puts: str, reads: str
+    ) -> None:
+        one = new_host(store__url=url, store__compression=puts)
+        two = new_host(store__url=url, store__compression=reads)
+        assert connect_to(one).store(HASHES).done
+        wait_until_put(one, len(HASHES))
+        loads(connect_to(two), HASHES)
+        put, read = below(one), below(two)
+        assert put.written_bytes == read.read_bytes == len(HASHES) * BLOCK_BYTES
+        assert put.written_saved_bytes == read.read_saved_bytes
+        saved = put.written_saved_bytes / put.written_bytes
+        assert 0.2 < saved < 0.4 if puts == "zstd" else saved == 0
+        stored_bytes = put.written_bytes - put.written_saved_bytes
+        for host, direction in ((one, "write"), (two, "read")):
+            [found] = [
+                value
+                for key, value in host.metrics().items()
+                if key.startswith("kvtier_store_transferred_bytes") and direction in key.split(".")
+            ]
+            assert found == stored_bytes
+        assert read.corrupt_blocks == read.errors == 0
+
+    def test_a_changed_byte_is_a_miss(
+        self, new_host: NewHost, connect_to: Connect, url: str, tmp_path: Path
+    ) -> None:
+        one, two = (new_host(store__url=url, store__compression="zstd") for _ in range(2))
+        assert connect_to(one).store(HASHES).done
+        wait_until_put(one, len(HASHES))
+        reader = connect_to(two)
+        until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
+        [pack] = tmp_path.joinpath("shared").rglob("*.pack")
+        data = bytearray(pack.read_bytes())
+        # A block takes 12 KiB of 16, and the last one is hit in the middle.
+        data[-8_000] ^= 0xFF
+        pack.write_bytes(data)
+        until(lambda: PENDING not in reader.lookup(HASHES).states, "nothing is on its way")
+        assert reader.load(HASHES) == len(HASHES) - 1
+        assert below(two).corrupt_blocks >= 1, "it may be read again"
+        assert below(two).state == "live"
+        two.daemon.may_complain = True
 
 
 class TestDamage:

@@ -81,6 +81,8 @@ def test_people_see_what_each_disk_does_and_what_is_wrong_with_it(status: admin_
         "  promoted   38 blocks, 39 KiB; 40 reported as misses because computing them is faster",
         "Store        s3://kv/blocks  live\n",
         "  known here ",
+        "  written    90 blocks, 91 KiB, compressed to 65 KiB (1.40 : 1), 84 KiB on their way, 953.7 MiB/s",
+        "  read       92 blocks, 93 KiB, compressed to 62 KiB (1.50 : 1), 85 KiB on their way",
         "  forgotten  94 blocks",
     ):
         assert part in text

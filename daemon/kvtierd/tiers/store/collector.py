@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from kvtierd.tiers.store import packs
+from kvtierd.tiers.store.coder import Coder
 from kvtierd.tiers.store.names import MOVED_TO_MAX, is_pack, made_s, pack_of_note
 from kvtierd.tiers.store.objects import ObjectStore, StoreError, StoreTrouble
 from kvtierd.tiers.store.packed import (
@@ -92,14 +93,17 @@ class Collector:
         *,
         older_s: float,
         dry_run: bool = False,
+        coder: Coder | None = None,
         clock: Callable[[], float] = time.time,
         progress: Callable[[Collected], None] = lambda collected: None,
     ) -> None:
         """Leaves packs alone that are younger than `older_s`, which should be longer than the clocks of hosts
-        may differ (10 minutes). `progress` is called after each namespace's group."""
+        may differ (10 minutes). `coder` says how larger packs are compressed. `progress` is called after each
+        group of a namespace."""
         self._store = store
         self._older_s = max(older_s, SKEW_S)
         self._dry_run = dry_run
+        self._coder = coder
         self._clock = clock
         self._progress = progress
         self.collected = Collected()
@@ -168,7 +172,7 @@ class Collector:
     async def _collect(
         self, namespace: bytes, group: int, sizes: dict[str, int], notes: dict[str, float]
     ) -> None:
-        shelf = Shelf(self._store, "", namespace, group, "0" * 8, self._clock)
+        shelf = Shelf(self._store, "", namespace, group, "0" * 8, self._clock, self._coder)
         found = await self._read_heads(shelf, sizes)
         self.collected.packs += len(sizes)
         self.collected.pack_bytes += sum(sizes.values())
@@ -268,12 +272,14 @@ class Collector:
             wanted.append(Wanted(block[: packs.HASH_BYTES], first, into))
             promised.append(shards["checksum"].tolist())
         try:
-            sums = await shelf.get(pack.name, wanted)
+            found = await shelf.get(pack.name, wanted)
         except StoreError as error:
             if error.trouble is StoreTrouble.MISSING:
                 return None
             raise
-        wrong = sum(found != expected for found, expected in zip(sums, promised, strict=True))
+        wrong = sum(
+            got is None or got.sums != expected for got, expected in zip(found, promised, strict=True)
+        )
         if wrong:
             self.collected.doubted_blocks += wrong
             return None

@@ -12,9 +12,10 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from kvtier_kernels import xxh3_64
 
 from kvtierd.tiers.store import packs
+from kvtierd.tiers.store.coder import Coder, Stored
+from kvtierd.tiers.store.coding import readable
 from kvtierd.tiers.store.names import (
     BEGIN_BYTES,
     NOTE_BYTES_MAX,
@@ -76,8 +77,18 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Got:
+    """A block that was read."""
+
+    sums: list[int]
+    """The xxh3_64 of what each of its buffers has now, which whoever reads it compares."""
+    stored_bytes: int
+    """How many bytes the store gave for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class PackNews:
-    """A pack that was found, with blocks whose shards are all in it."""
+    """A pack that was found, with blocks whose shards are all in it, and can be read here."""
 
     name: str
     hashes: npt.NDArray[np.uint8]
@@ -119,13 +130,15 @@ class Shelf:
         group: int,
         host: str,
         clock: Callable[[], float] = time.time,
+        coder: Coder | None = None,
     ) -> None:
         """`prefix` is where in the store kvtier's objects are, empty or with a slash at its end; `host` names
-        this one with 8 hexadecimal digits."""
+        this one with 8 hexadecimal digits. Without a `coder`, blocks are put as they are."""
         self._store = store
         self._prefix = f"{prefix}{packs.VERSION}/{namespace.hex()}/{group}/"
         self._namespace, self._group, self._host = namespace, group, host
         self._clock = clock
+        self._coder = coder or Coder()
         self._known: dict[str, float] = {}
         """Names that news were told of, or that are no packs, and when their hosts have made them."""
         self._newest_s = 0.0
@@ -139,17 +152,18 @@ class Shelf:
     async def put(self, blocks: Sequence[Block]) -> PackNews:
         """Writes one pack of these blocks, in the order of their prompts. Raises StoreError."""
         records = np.zeros(sum(len(block.shards) for block in blocks), packs.RECORD)
+        coded = await self._coder.encode([shard.data for block in blocks for shard in block.shards])
         data: list[memoryview] = []
         firsts = []
         for block in blocks:
             firsts.append(len(data))
             for rank, shard in enumerate(block.shards):
-                record = records[len(data)]
+                record, stored = records[len(data)], coded[len(data)]
                 record["hash"] = np.frombuffer(block.hash, np.uint8)
                 record["shard"], record["world"] = rank, len(block.shards)
-                record["stored_bytes"] = record["data_bytes"] = len(shard.data)
-                record["checksum"] = shard.checksum
-                data.append(shard.data)
+                record["coding"], record["stored_bytes"] = stored.coding, len(stored.data)
+                record["data_bytes"], record["checksum"] = len(shard.data), shard.checksum
+                data.append(memoryview(stored.data))
         placed = packs.laid_out(records)
         parts = list(packs.parts_of(self._namespace, self._group, placed, data))
         for _ in range(NAME_TRIES):
@@ -254,16 +268,18 @@ class Shelf:
         starts = news.records.astype(np.int64)
         own = np.repeat(starts - np.cumsum(world) + world, world) + np.arange(world.sum())
         records = news.pack.records[own]
-        ends = np.cumsum(records["stored_bytes"].astype(np.int64))
         right = np.zeros(len(records), np.bool_)
+        known = np.flatnonzero(readable(records))
+        # By what the bytes become: a few that are stored may become very many.
+        ends = np.cumsum(records["data_bytes"][known].astype(np.int64))
         cuts = np.flatnonzero(np.diff(ends // COMPARED_AT_ONCE_BYTES)) + 1
-        for rows in np.split(np.arange(len(records)), cuts):
-            places = zip(
-                records["offset"][rows].tolist(), records["stored_bytes"][rows].tolist(), strict=True
-            )
+        for rows in np.split(known, cuts):
+            some = records[rows]
+            places = zip(some["offset"].tolist(), some["stored_bytes"].tolist(), strict=True)
             found = await self._store.read_ranges(self._prefix + news.name, list(places))
-            sums = np.array([xxh3_64(data) for data in found], np.uint64)
-            right[rows] = sums == records["checksum"][rows]
+            stored = [Stored(int(coding), data) for coding, data in zip(some["coding"], found, strict=True)]
+            sums = await self._coder.sums(stored, some["data_bytes"].tolist())
+            right[rows] = np.array(sums, np.uint64) == some["checksum"]
         ends_of = np.cumsum(world)
         of_block = zip((ends_of - world).tolist(), ends_of.tolist(), strict=True)
         return np.flatnonzero([right[first:end].all() for first, end in of_block])
@@ -329,9 +345,9 @@ class Shelf:
 
     # --- in ---
 
-    async def get(self, name: str, wanted: Sequence[Wanted]) -> list[list[int] | None]:
-        """Reads blocks of one pack. Returns for each the xxh3_64 of what its buffers have now, which the
-        caller compares, or None if the pack does not say that it has this block. Raises StoreError, and then
+    async def get(self, name: str, wanted: Sequence[Wanted]) -> list[Got | None]:
+        """Reads blocks of one pack. Returns for each what was read, which the caller compares, or None if the
+        pack does not say that it has this block, in a coding that is known here. Raises StoreError, and then
         nobody knows what the buffers have; MISSING if the pack has gone."""
         try:
             pack = await self._head(name)
@@ -339,26 +355,24 @@ class Shelf:
             self.doubt(name)
             return [None] * len(wanted)
         fits = [self._fits(pack, one) for one in wanted]
-        ranges: list[tuple[int, memoryview]] = []
-        for one, right in zip(wanted, fits, strict=True):
-            if right:
-                ranges += [
-                    (int(pack.records[one.record + rank]["offset"]), buffer)
-                    for rank, buffer in enumerate(one.into)
-                ]
-        if ranges:
-            try:
-                found = await self._store.read_ranges(
-                    self._prefix + name, [(begin, len(buffer)) for begin, buffer in ranges]
-                )
-            except StoreError as error:
-                if error.trouble is StoreTrouble.MISSING:
-                    self._heads.pop(name, None)  # else `moved` would take it for a place where blocks are
-                raise
-            for (_, buffer), data in zip(ranges, found, strict=True):
-                buffer[:] = data
+        fitting = [one for one, right in zip(wanted, fits, strict=True) if right]
+        if not fitting:
+            return [None] * len(wanted)
+        rows = np.concatenate([one.record + np.arange(len(one.into)) for one in fitting])
+        records = pack.records[rows]
+        places = zip(records["offset"].tolist(), records["stored_bytes"].tolist(), strict=True)
+        try:
+            found = await self._store.read_ranges(self._prefix + name, list(places))
+        except StoreError as error:
+            if error.trouble is StoreTrouble.MISSING:
+                self._heads.pop(name, None)  # else `moved` would take it for a place where blocks are
+            raise
+        stored = [Stored(int(coding), data) for coding, data in zip(records["coding"], found, strict=True)]
+        buffers = [buffer for one in fitting for buffer in one.into]
+        sums = iter(await self._coder.decode(stored, buffers))
+        lengths = iter(records["stored_bytes"].tolist())
         return [
-            [xxh3_64(buffer) for buffer in one.into] if right else None
+            Got([next(sums) for _ in one.into], sum(next(lengths) for _ in one.into)) if right else None
             for one, right in zip(wanted, fits, strict=True)
         ]
 
@@ -426,26 +440,31 @@ class Shelf:
 
     @staticmethod
     def _fits(pack: Pack, one: Wanted) -> bool:
-        """Whether a pack's records are those of this block, with as many bytes as its buffers have."""
+        """Whether a pack's records are those of this block, with as many bytes as its buffers have, and can
+        be read here."""
         records = pack.records[one.record : one.record + len(one.into)]
-        return len(records) == len(one.into) and all(
-            record["hash"].tobytes() == one.hash
-            and (int(record["shard"]), int(record["world"])) == (rank, len(one.into))
-            and int(record["coding"]) == packs.RAW
-            and int(record["stored_bytes"]) == int(record["data_bytes"]) == len(buffer)
-            for rank, (record, buffer) in enumerate(zip(records, one.into, strict=True))
+        return (
+            len(records) == len(one.into)
+            and bool(readable(records).all())
+            and all(
+                record["hash"].tobytes() == one.hash
+                and (int(record["shard"]), int(record["world"])) == (rank, len(one.into))
+                and int(record["data_bytes"]) == len(buffer)
+                for rank, (record, buffer) in enumerate(zip(records, one.into, strict=True))
+            )
         )
 
 
 def _whole_blocks(name: str, pack: Pack) -> PackNews:
-    """The blocks of a pack of which all shards are there, one after the other."""
-    records = pack.records
+    """The blocks of a pack of which all shards are there, one after the other, and can be read here."""
+    records, known = pack.records, readable(pack.records)
     firsts = np.flatnonzero(records["shard"] == 0)
     world = records["world"][firsts].astype(np.int64)
     whole = []
     for first, count in zip(firsts.tolist(), world.tolist(), strict=True):
         some = records[first : first + count]
         alike = len(some) == count and bool((some["hash"] == some["hash"][0]).all())
+        alike = alike and bool(known[first : first + count].all())
         whole.append(alike and bool((some["shard"] == np.arange(count)).all()))
     chosen = firsts[np.array(whole, np.bool_)] if len(firsts) else firsts
     hashes = np.ascontiguousarray(records["hash"][chosen])

@@ -55,7 +55,8 @@ RECORD: Final = np.dtype(
         ("checksum", "<u8"),
     ]
 )
-"""`stored_bytes` are there from `offset` on, and become `data_bytes`, with that checksum, by `coding`."""
+"""`stored_bytes` are there from `offset` on, and become `data_bytes`, with that checksum, by `coding`
+(`coding.py`)."""
 RAW: Final = 0
 """The coding of bytes that are stored as they are."""
 
