@@ -1,0 +1,265 @@
+"""Which objects a Mooncake store has: a log of names, made of small objects of the store itself.
+
+Mooncake lists nothing for its clients: only its master's page for administrators has all keys, those of all
+other users among them, without sizes. So whoever has put an object writes an *entry*, with the object's name,
+length and time, under the first number that nobody has taken: `index/<period>/<number>`. A period has ten
+minutes, and its own numbers. An entry is made only if there is none of that number, so of several writers one
+has it, and the others take the next one. Whoever lists looks at numbers that he has not read, and remembers
+what he has.
+
+Entries may go (a full store evicts them, late, because they are pinned), and numbers may stay without one (a
+writer has died in between). A gap is looked at again for as long as its period may still be written to.
+Whatever is lost, the numbers of the next period begin anew, and nothing that is lost hides them.
+"""
+
+import bisect
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.tiers.store.objects import Listed, StoreError, StoreTrouble
+from kvtierd.tiers.store.threads import BlockingCall
+
+PERIOD_S: Final = 600
+"""Writers and readers have to agree upon it: it is part of the format, as ENTRY is."""
+REMEMBERED_S: Final = 7 * 86_400
+"""A host that starts looks for what was put since. A store in memory has evicted most of what is older."""
+AHEAD: Final = 64
+"""So many numbers behind the last one are looked at, because those before may have gone."""
+PERIODS_AT_ONCE: Final = 24
+TRIES_MAX: Final = 4 * AHEAD
+"""So many numbers a writer tries."""
+ENTRY: Final = struct.Struct("<4sBBHQd")
+"""Magic, what has happened, the name's length, 2 bytes that are not used, the object's length, and when. The
+name follows."""
+ENTRY_BYTES: Final = 256
+NAME_BYTES_MAX: Final = ENTRY_BYTES - ENTRY.size
+MAGIC: Final = b"KVN1"
+PUT: Final = 0
+DELETED: Final = 1
+
+Place = tuple[int, int]
+"""A period and a number: what comes later is greater."""
+
+
+class EntryStore(Protocol):
+    """What is needed to keep a log of names."""
+
+    def create(
+        self, call: BlockingCall, key: str, data: npt.NDArray[np.uint8], *, pinned: bool = False
+    ) -> bool:
+        """Makes an object of what is in memory that `take` has given; False if there is one."""
+
+    def exist(self, call: BlockingCall, keys: Sequence[str]) -> list[bool]:
+        """Whether there are such objects."""
+
+    def read_small(self, call: BlockingCall, keys: Sequence[str], size_bytes: int) -> list[bytes | None]:
+        """The content of objects of this length; None for those that are not there."""
+
+    def take(self, call: BlockingCall, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Memory for an entry."""
+
+
+@dataclass(slots=True)
+class _Known:
+    listed: Listed
+    place: Place
+
+
+@dataclass(slots=True)
+class _Period:
+    """What has been read of a period's numbers."""
+
+    next: int = 0
+    """Behind the greatest number that was read."""
+    gaps: set[int] = field(default_factory=set)
+    """Numbers before it that had no entry."""
+
+
+class NameLog:
+    """The names of a store's objects, as one host knows them. Safe for several threads."""
+
+    def __init__(self, entries: EntryStore, prefix: str, clock: Callable[[], float] = time.time) -> None:
+        """`prefix` is what the keys of all entries begin with."""
+        self._entries = entries
+        self._prefix = prefix
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: dict[str, _Known] = {}
+        self._names: list[str] = []
+        """Those of `_known`, in order."""
+        self._deleted: dict[str, Place] = {}
+        """Names whose entries count no longer, unless they come later than this."""
+        self._periods: dict[int, _Period] = {}
+        self._oldest = self._now() - REMEMBERED_S // PERIOD_S
+        """The first period that may have what was not read."""
+
+    # --- what is there ---
+
+    def known(self, name: str) -> Listed | None:
+        """What is known of an object, without asking."""
+        known = self._known.get(name)
+        return known.listed if known is not None else None
+
+    def forget(self, call: BlockingCall, name: str) -> None:
+        """An object has turned out to be gone."""
+        with _held(self._lock, call):
+            self._drop(name)
+
+    def list(self, call: BlockingCall, prefix: str, after: str, limit: int) -> list[Listed]:
+        """The first names in their order that begin with `prefix` and come after `after`, with all whose
+        entries were there before the call. Raises StoreError."""
+        with _held(self._lock, call):
+            self._look(call)
+            first = max(bisect.bisect_left(self._names, prefix), bisect.bisect_right(self._names, after))
+            some = self._names[first : first + limit]
+            return [self._known[name].listed for name in some if name.startswith(prefix)]
+
+    # --- what happens ---
+
+    def add(self, call: BlockingCall, name: str, size_bytes: int) -> None:
+        """Tells all hosts of an object that is there. Raises StoreError."""
+        self._write(call, PUT, name, size_bytes)
+
+    def delete(self, call: BlockingCall, name: str) -> None:
+        """Tells all hosts that an object has gone. Raises StoreError."""
+        self._write(call, DELETED, name, 0)
+
+    def _write(self, call: BlockingCall, what: int, name: str, size_bytes: int) -> None:
+        now_s = self._clock()
+        encoded = name.encode()
+        entry = ENTRY.pack(MAGIC, what, len(encoded), 0, size_bytes, now_s) + encoded
+        data = self._entries.take(call, ENTRY_BYTES)
+        data[:] = np.frombuffer(entry.ljust(ENTRY_BYTES, b"\0"), np.uint8)
+        with _held(self._lock, call):
+            number = int(now_s // PERIOD_S)
+            # What others have written meanwhile, and whether what was read is still there: a master that was
+            # started anew has nothing, and others begin with 0 there.
+            self._read_new(call, [number])
+            period = self._periods.setdefault(number, _Period())
+            place = next(
+                (
+                    at
+                    for at in range(period.next, period.next + TRIES_MAX)
+                    if self._entries.create(call, self._key(number, at), data, pinned=True)
+                ),
+                None,
+            )
+            if place is None:
+                said = f"{TRIES_MAX} numbers are taken, and have no entries"
+                raise StoreError(StoreTrouble.OTHER, f"{self._prefix}{number}: {said}")
+            _got(period, place)
+            self._take_in(entry, (number, place))
+
+    # --- reading entries ---
+
+    def _look(self, call: BlockingCall) -> None:
+        """Reads what is new. What is old is read once, a part after the other, so that what a call has no
+        time for is left to the next one."""
+        now = self._now()
+        # One before this one, and the next one, because clocks differ.
+        while self._oldest < now - 1:
+            some = range(self._oldest, min(self._oldest + PERIODS_AT_ONCE, now - 1))
+            self._read_new(call, some)
+            for number in some:
+                self._periods.pop(number, None)
+            self._oldest = some.stop
+        self._read_new(call, range(self._oldest, now + 2))
+        self._forget_old()
+
+    def _read_new(self, call: BlockingCall, numbers: Iterable[int]) -> None:
+        """Reads the entries of these periods that were not read yet."""
+        left = list(numbers)
+        while left:
+            periods = {number: self._periods.setdefault(number, _Period()) for number in left}
+            # The last one that was read is asked for as well: it tells whether the store has what it had.
+            asked = [
+                (number, at)
+                for number, period in periods.items()
+                for at in (
+                    *sorted(period.gaps),
+                    *range(max(0, period.next - 1), period.next + AHEAD),
+                )
+            ]
+            there = self._entries.exist(call, [self._key(*place) for place in asked])
+            found = {place for place, exists in zip(asked, there, strict=True) if exists}
+            left = []
+            for number, period in periods.items():
+                if period.next and (number, period.next - 1) not in found:
+                    self._periods[number] = _Period()
+                    left.append(number)
+            new = [
+                place
+                for place in sorted(found)
+                if place[0] not in left
+                and (place[1] >= periods[place[0]].next or place[1] in periods[place[0]].gaps)
+            ]
+            data = self._entries.read_small(call, [self._key(*place) for place in new], ENTRY_BYTES)
+            for place, entry in zip(new, data, strict=True):
+                _got(periods[place[0]], place[1])
+                if entry is not None:
+                    self._take_in(entry, place)
+            left += sorted({number for number, _ in new})
+
+    def _take_in(self, entry: bytes, place: Place) -> None:
+        magic, what, length, _, size_bytes, modified_s = ENTRY.unpack_from(entry)
+        if magic != MAGIC:
+            return
+        name = entry[ENTRY.size : ENTRY.size + length].decode(errors="replace")
+        before = self._known.get(name)
+        last = max(before.place if before else (0, 0), self._deleted.get(name, (0, 0)))
+        if place < last:
+            return
+        self._drop(name)
+        self._deleted.pop(name, None)
+        if what == DELETED:
+            self._deleted[name] = place
+        elif what == PUT:
+            self._known[name] = _Known(Listed(name, size_bytes, modified_s), place)
+            bisect.insort(self._names, name)
+
+    def _drop(self, name: str) -> None:
+        if self._known.pop(name, None) is not None:
+            del self._names[bisect.bisect_left(self._names, name)]
+
+    def _forget_old(self) -> None:
+        oldest = (self._now() - REMEMBERED_S // PERIOD_S, 0)
+        for name in [name for name, known in self._known.items() if known.place < oldest]:
+            self._drop(name)
+        oldest = (self._oldest - 1, 0)
+        for name in [name for name, place in self._deleted.items() if place < oldest]:
+            del self._deleted[name]
+        for number in [number for number in self._periods if number < self._oldest]:
+            del self._periods[number]
+
+    def _now(self) -> int:
+        return int(self._clock() // PERIOD_S)
+
+    def _key(self, period: int, number: int) -> str:
+        return f"{self._prefix}{period}/{number}"
+
+
+def _got(period: _Period, number: int) -> None:
+    """A number's entry was read, or written."""
+    period.gaps.discard(number)
+    if number >= period.next:
+        period.gaps.update(range(period.next, number))
+        period.next = number + 1
+
+
+@contextmanager
+def _held(lock: threading.Lock, call: BlockingCall) -> Iterator[None]:
+    """Holds a lock, which is waited for no longer than the call may take."""
+    if not lock.acquire(timeout=call.left_s):
+        raise StoreError(StoreTrouble.LATE, f"{call.name}: no answer in time")
+    try:
+        yield
+    finally:
+        lock.release()
