@@ -26,9 +26,6 @@ HOW_TO_INSTALL: Final = (
     "install it where the daemon is (pip install 'mooncake-transfer-engine-non-cuda>=0.3.13', or another "
     "build of it, and Debian's libibverbs1 and librdmacm1, which all builds need)"
 )
-# The library reads this when it is loaded. It logs each key that is not there as an error; what matters is in
-# the errors that are raised here.
-os.environ.setdefault("GLOG_minloglevel", "3")
 try:
     _library: Any = importlib.import_module("mooncake.store")
 except ImportError as error:
@@ -98,7 +95,8 @@ class MooncakeClient:
 
     def __init__(self, place: MooncakePlace, deadline_s: float) -> None:
         self._place = place
-        # The library would wait for minutes in places. It reads these when a client is made.
+        # The library would wait for minutes in places. It reads these when a client is made; whoever has set
+        # one of them for the daemon knows better.
         whole_s = max(1, math.ceil(deadline_s))
         for name, value in (
             ("MC_RPC_TIMEOUT_MS", 1_000 * whole_s),
@@ -107,6 +105,7 @@ class MooncakeClient:
             ("MC_TCP_STATUS_TIMEOUT_SEC", whole_s),
             ("MC_HANDSHAKE_CONNECT_TIMEOUT", whole_s),
             ("MC_STORE_CLIENT_SETUP_RETRIES", 1),
+            ("MC_LOG_LEVEL", "ERROR"),
         ):
             os.environ.setdefault(name, str(value))
         self._connecting = threading.Lock()

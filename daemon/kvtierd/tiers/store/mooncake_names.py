@@ -79,15 +79,35 @@ class _Period:
 
     next: int = 0
     """Behind the greatest number that was read."""
+    last: bytes = b""
+    """The entry of that number: it tells whether the store still has what it had."""
     gaps: set[int] = field(default_factory=set)
     """Numbers before it that had no entry."""
+
+    def asked_for(self) -> list[int]:
+        """Numbers that may have what was not read yet, and the last one that was read."""
+        return [*sorted(self.gaps), *range(max(0, self.next - 1), self.next + AHEAD)]
+
+    def got(self, number: int, entry: bytes) -> None:
+        """A number's entry was read, or written."""
+        self.gaps.discard(number)
+        if number >= self.next:
+            self.gaps.update(range(self.next, number))
+            self.next, self.last = number + 1, entry
 
 
 class NameLog:
     """The names of a store's objects, as one host knows them. Safe for several threads."""
 
-    def __init__(self, entries: EntryStore, prefix: str, clock: Callable[[], float] = time.time) -> None:
-        """`prefix` is what the keys of all entries begin with."""
+    def __init__(
+        self,
+        entries: EntryStore,
+        prefix: str,
+        clock: Callable[[], float] = time.time,
+        remembered_s: int = REMEMBERED_S,
+    ) -> None:
+        """`prefix` is what the keys of all entries begin with. What was put longer ago than `remembered_s` is
+        not looked for, and not remembered."""
         self._entries = entries
         self._prefix = prefix
         self._clock = clock
@@ -98,7 +118,8 @@ class NameLog:
         self._deleted: dict[str, Place] = {}
         """Names whose entries count no longer, unless they come later than this."""
         self._periods: dict[int, _Period] = {}
-        self._oldest = self._now() - REMEMBERED_S // PERIOD_S
+        self._periods_remembered = remembered_s // PERIOD_S
+        self._oldest = self._now() - self._periods_remembered
         """The first period that may have what was not read."""
 
     # --- what is there ---
@@ -135,9 +156,11 @@ class NameLog:
     def _write(self, call: BlockingCall, what: int, name: str, size_bytes: int) -> None:
         now_s = self._clock()
         encoded = name.encode()
-        entry = ENTRY.pack(MAGIC, what, len(encoded), 0, size_bytes, now_s) + encoded
+        entry = (ENTRY.pack(MAGIC, what, len(encoded), 0, size_bytes, now_s) + encoded).ljust(
+            ENTRY_BYTES, b"\0"
+        )
         data = self._entries.take(call, ENTRY_BYTES)
-        data[:] = np.frombuffer(entry.ljust(ENTRY_BYTES, b"\0"), np.uint8)
+        data[:] = np.frombuffer(entry, np.uint8)
         with _held(self._lock, call):
             number = int(now_s // PERIOD_S)
             # What others have written meanwhile, and whether what was read is still there: a master that was
@@ -155,7 +178,7 @@ class NameLog:
             if place is None:
                 said = f"{TRIES_MAX} numbers are taken, and have no entries"
                 raise StoreError(StoreTrouble.OTHER, f"{self._prefix}{number}: {said}")
-            _got(period, place)
+            period.got(place, entry)
             self._take_in(entry, (number, place))
 
     # --- reading entries ---
@@ -179,34 +202,25 @@ class NameLog:
         left = list(numbers)
         while left:
             periods = {number: self._periods.setdefault(number, _Period()) for number in left}
-            # The last one that was read is asked for as well: it tells whether the store has what it had.
-            asked = [
-                (number, at)
-                for number, period in periods.items()
-                for at in (
-                    *sorted(period.gaps),
-                    *range(max(0, period.next - 1), period.next + AHEAD),
-                )
-            ]
-            there = self._entries.exist(call, [self._key(*place) for place in asked])
-            found = {place for place, exists in zip(asked, there, strict=True) if exists}
+            asked = [(number, at) for number, period in periods.items() for at in period.asked_for()]
+            exist = self._entries.exist(call, [self._key(*place) for place in asked])
+            there = [place for place, exists in zip(asked, exist, strict=True) if exists]
+            data = self._entries.read_small(call, [self._key(*place) for place in there], ENTRY_BYTES)
+            found = dict(zip(there, data, strict=True))
             left = []
             for number, period in periods.items():
-                if period.next and (number, period.next - 1) not in found:
+                if period.last and found.pop((number, period.next - 1), None) != period.last:
+                    # It was lost, and perhaps written anew, by somebody who did not find it. So may others
+                    # have been. Names that were read stay known.
                     self._periods[number] = _Period()
                     left.append(number)
-            new = [
-                place
-                for place in sorted(found)
-                if place[0] not in left
-                and (place[1] >= periods[place[0]].next or place[1] in periods[place[0]].gaps)
-            ]
-            data = self._entries.read_small(call, [self._key(*place) for place in new], ENTRY_BYTES)
-            for place, entry in zip(new, data, strict=True):
-                _got(periods[place[0]], place[1])
-                if entry is not None:
-                    self._take_in(entry, place)
-            left += sorted({number for number, _ in new})
+            lost = set(left)
+            for (number, at), entry in found.items():
+                if number not in lost and entry is not None:
+                    periods[number].got(at, entry)
+                    self._take_in(entry, (number, at))
+                    left.append(number)
+            left = sorted(set(left))
 
     def _take_in(self, entry: bytes, place: Place) -> None:
         magic, what, length, _, size_bytes, modified_s = ENTRY.unpack_from(entry)
@@ -230,7 +244,7 @@ class NameLog:
             del self._names[bisect.bisect_left(self._names, name)]
 
     def _forget_old(self) -> None:
-        oldest = (self._now() - REMEMBERED_S // PERIOD_S, 0)
+        oldest = (self._now() - self._periods_remembered, 0)
         for name in [name for name, known in self._known.items() if known.place < oldest]:
             self._drop(name)
         oldest = (self._oldest - 1, 0)
@@ -244,14 +258,6 @@ class NameLog:
 
     def _key(self, period: int, number: int) -> str:
         return f"{self._prefix}{period}/{number}"
-
-
-def _got(period: _Period, number: int) -> None:
-    """A number's entry was read, or written."""
-    period.gaps.discard(number)
-    if number >= period.next:
-        period.gaps.update(range(period.next, number))
-        period.next = number + 1
 
 
 @contextmanager
