@@ -154,7 +154,7 @@ class Mooncake:
             self.processes[program] = subprocess.Popen(
                 [str(path), *flags],
                 cwd=self._folder,
-                env=os.environ | environment() | {"MC_TCP_BIND_ADDRESS": "127.0.0.1"},
+                env=os.environ | environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -31,7 +31,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{HOW_TO_INSTALL}: {error}") from error
 if not hasattr(_library.MooncakeDistributedStore, "batch_put_session_start"):
-    raise ImportError(f"the mooncake.store that is installed is older than 0.3.13: {HOW_TO_INSTALL}")
+    raise ImportError(f"the mooncake.store that is here is too old, it has no put sessions: {HOW_TO_INSTALL}")
 
 MIB: Final = 1 << 20
 LOCAL_BUFFER_BYTES: Final = 1 * MIB
