@@ -9,8 +9,9 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from kvtierd.tiers.store import contract
@@ -231,7 +232,7 @@ def test_what_is_evicted_is_missing_and_what_is_new_is_found(tmp_path: Path) -> 
     async def task(one: ObjectStore, two: ObjectStore) -> None:
         names = [f"a/{number:04}" for number in range(20)]
         for name in names:
-            assert await sooner_or_later(lambda name=name: one.put(name, parts(bytes(8 * MIB))))  # type: ignore[misc]
+            assert await sooner_or_later(partial(one.put, name, parts(bytes(8 * MIB))))
         listed = [each.name for each in await two.list("a/")]
         assert listed == names, "entries outlive what they tell of"
         assert await missing(two, names[0])
@@ -259,15 +260,15 @@ def test_entries_that_are_evicted_hide_nothing_that_comes_later(cluster: Mooncak
 
 def test_an_object_is_deleted_once_nobody_may_be_reading_it(shared: Mooncake) -> None:
     async def task(_: ObjectStore, __: ObjectStore) -> None:
-        one, two = (open_store(shared.url("deleted"), {}, DEADLINE_S) for _ in range(2))
+        one, two = (cast(Any, open_store(shared.url("deleted"), {}, DEADLINE_S)) for _ in range(2))
         name = f"a/{secrets.token_hex(4)}"
         await is_shared(one, two, name)
-        assert await trouble_of(one.delete(name)) is StoreTrouble.LATE  # type: ignore[attr-defined]
+        assert await trouble_of(one.delete(name)) is StoreTrouble.LATE
         await asyncio.sleep(LEASE_S)
-        await sooner_or_later(lambda: one.delete(name))  # type: ignore[attr-defined]
+        await sooner_or_later(lambda: one.delete(name))
         assert await missing(two, name)
         assert name not in [each.name for each in await two.list("a/")]
-        await one.delete(name)  # type: ignore[attr-defined]
+        await one.delete(name)
         await is_shared(two, one, name)
 
     with_two_hosts(shared, task)

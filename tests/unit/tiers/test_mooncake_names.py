@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -29,10 +31,10 @@ class Entries:
         self.objects[key] = data.tobytes()
         return True
 
-    def exist(self, call: BlockingCall, keys: list[str]) -> list[bool]:
+    def exist(self, call: BlockingCall, keys: Sequence[str]) -> list[bool]:
         return [key in self.objects for key in keys]
 
-    def read_small(self, call: BlockingCall, keys: list[str], size_bytes: int) -> list[bytes | None]:
+    def read_small(self, call: BlockingCall, keys: Sequence[str], size_bytes: int) -> list[bytes | None]:
         return [self.objects.get(key) for key in keys]
 
     def take(self, call: BlockingCall, size_bytes: int) -> npt.NDArray[np.uint8]:

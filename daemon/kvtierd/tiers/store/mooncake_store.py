@@ -127,7 +127,7 @@ class MooncakeStore:
                 for place in span.places:
                     begin, size_bytes = ranges[place]
                     first = at + begin - span.begin
-                    found[place] = memoryview(memory[first : first + size_bytes])
+                    found[place] = memory[first : first + size_bytes].data
                 at += span.end - span.begin
             self._client.read(call, self._objects + name, memory, wanted)
             return found
