@@ -51,15 +51,16 @@ class StoreConfig:
         "",
         url,
         "Where blocks are shared with other hosts: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER, "
-        "file:///FOLDER on a file system that they share, or what another driver says. Empty: nowhere.",
+        "file:///FOLDER on a file system that they share, mooncake://MASTER:PORT/FOLDER, or what another "
+        "driver says. Empty: nowhere.",
         metavar="URL",
     )
     options: tuple[tuple[str, str], ...] = s.setting(
         (),
         options,
-        "What the store's driver is told besides, for kvtier's own as obstore names it, for example endpoint "
-        "and region: NAME=VALUE with commas between them. Credentials come from the environment, or from the "
-        "machine.",
+        "What the store's driver is told besides, for buckets as obstore names it, for example endpoint and "
+        "region, for Mooncake as docs/store.md names it: NAME=VALUE with commas between them. Credentials "
+        "come from the environment, or from the machine.",
         metavar="OPTIONS",
     )
     size: int = s.setting(

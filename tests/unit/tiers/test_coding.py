@@ -8,8 +8,10 @@ import threading
 import tomllib
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -33,7 +35,7 @@ def floats(size: int, seed: int, width: int) -> bytes:
     count = -(-size // width)
     scales = np.resize(np.exp(random.normal(0, 1, 64)), count)
     numbers = (random.normal(size=count) * scales).astype("<f4").view("<u4")
-    data = (numbers >> np.uint32(16)).astype("<u2") if width == 2 else numbers
+    data: npt.NDArray[Any] = (numbers >> np.uint32(16)).astype("<u2") if width == 2 else numbers
     return data.tobytes()[:size]
 
 

@@ -63,9 +63,7 @@ class Coder:
 
         def sums_of(some: Sequence[tuple[Stored, int]]) -> list[int]:
             return [
-                xxh3_64(one.data)
-                if one.coding == RAW
-                else self._filled(one, memoryview(np.empty(size, np.uint8)))
+                xxh3_64(one.data) if one.coding == RAW else self._filled(one, np.empty(size, np.uint8).data)
                 for one, size in some
             ]
 
