@@ -20,11 +20,14 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from kvtierd.tiers.store.drivers import open_driver
+from kvtierd.tiers.store.objects import ObjectStore
 
 from tests.support import mooncake
 from tests.support.mooncake import MIB, Mooncake
@@ -35,6 +38,49 @@ DEADLINE_S = 60.0
 CASES = [(1, 8, 1), (2, 8, 1), (1, 1, 1), (2, 1, 1), (1, 8, 4), (2, 8, 4), (2, 1, 4)]
 """Blocks of so many MiB, so many in a pack, so many packs at once."""
 Turn = Callable[[str], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What is timed: packs, as many at once as there are buffers."""
+
+    store: ObjectStore
+    library: Any
+    loop: asyncio.AbstractEventLoop
+    pool: ThreadPoolExecutor
+    at_once: int
+    parts: list[memoryview]
+    ranges: list[tuple[int, int]]
+    buffers: list[Any]
+
+    @cached_property
+    def whole(self) -> bytes:
+        """What a pack has."""
+        return b"".join(self.parts)
+
+    async def put(self, tag: str) -> None:
+        calls = (self.store.put(f"b/{tag}{one}", self.parts) for one in range(self.at_once))
+        assert all(await asyncio.gather(*calls))
+
+    async def read(self, tag: str) -> None:
+        calls = (self.store.read_ranges(f"b/{tag}{one}", self.ranges) for one in range(self.at_once))
+        await asyncio.gather(*calls)
+
+    async def own_put(self, tag: str) -> None:
+        await self._own(lambda one: self.library.put(f"own/{tag}{one}", self.whole), 0)
+
+    async def own_get(self, tag: str) -> None:
+        await self._own(lambda one: len(self.library.get(f"own/{tag}{one}")), len(self.whole))
+
+    async def own_get_into(self, tag: str) -> None:
+        size = len(self.whole)
+        places = [each.ctypes.data for each in self.buffers]
+        await self._own(lambda one: self.library.get_into(f"own/{tag}{one}", places[one], size), size)
+
+    async def _own(self, call: Callable[[int], Any], expected: int) -> None:
+        calls = (self.loop.run_in_executor(self.pool, call, one) for one in range(self.at_once))
+        found = await asyncio.gather(*calls)
+        assert all(each == expected for each in found), found
 
 
 def best_tenth(all_s: list[float]) -> float:
@@ -50,38 +96,22 @@ async def measure(cluster: Mooncake, library: Any, rounds: int) -> None:
     for block_mib, blocks, at_once in CASES:
         parts = [memoryview(os.urandom(HEAD_BYTES))]
         parts += [memoryview(os.urandom(block_mib * MIB)) for _ in range(blocks)]
-        whole = b"".join(parts)
         ranges = [(HEAD_BYTES + at * block_mib * MIB, block_mib * MIB) for at in range(blocks)]
-        buffers = [np.zeros(len(whole), np.uint8) for _ in range(at_once)]
+        buffers = [np.zeros(sum(map(len, parts)), np.uint8) for _ in range(at_once)]
         for each in buffers:
             library.register_buffer(each.ctypes.data, len(each))
-
-        async def own(call: Callable[[int], Any], expected: Any, at_once: int = at_once) -> None:
-            found = await asyncio.gather(*(loop.run_in_executor(pool, call, at) for at in range(at_once)))
-            assert all(each == expected for each in found), found
-
-        async def put(tag: str, at_once: int = at_once, parts: list[memoryview] = parts) -> None:
-            assert all(await asyncio.gather(*(store.put(f"b/{tag}{at}", parts) for at in range(at_once))))
-
-        async def read(tag: str, at_once: int = at_once, ranges: list[tuple[int, int]] = ranges) -> None:
-            await asyncio.gather(*(store.read_ranges(f"b/{tag}{at}", ranges) for at in range(at_once)))
-
-        async def own_put(tag: str, whole: bytes = whole) -> None:
-            await own(lambda one: library.put(f"own/{tag}{one}", whole), 0)
-
-        async def own_get(tag: str, size: int = len(whole)) -> None:
-            await own(lambda one: len(library.get(f"own/{tag}{one}")), size)
-
-        async def own_get_into(tag: str, size: int = len(whole), buffers: list[Any] = buffers) -> None:
-            await own(lambda one: library.get_into(f"own/{tag}{one}", buffers[one].ctypes.data, size), size)
-
-        puts: dict[str, Turn] = {"put": put, "own put": own_put}
-        reads: dict[str, Turn] = {"read": read, "own get": own_get, "own get_into": own_get_into}
+        turns = Turns(store, library, loop, pool, at_once, parts, ranges, buffers)
+        puts: dict[str, Turn] = {"put": turns.put, "own put": turns.own_put}
+        reads: dict[str, Turn] = {
+            "read": turns.read,
+            "own get": turns.own_get,
+            "own get_into": turns.own_get_into,
+        }
         took_s: dict[str, list[float]] = {name: [] for name in (*puts, *reads)}
         for _ in range(rounds):
             tag = secrets.token_hex(4)
-            for turns in (puts, reads):
-                for name, turn in random.sample(sorted(turns.items()), len(turns)):
+            for some in (puts, reads):
+                for name, turn in random.sample(sorted(some.items()), len(some)):
                     began_s = time.perf_counter()
                     await turn(tag)
                     took_s[name].append(time.perf_counter() - began_s)
