@@ -55,15 +55,15 @@ def why_not() -> str:
 class Mooncake:
     """One cluster, whose master and whose memory may each be killed, stopped and started again."""
 
-    def __init__(self, folder: Path, *, memory_bytes: int = 512 * MIB) -> None:
-        """It has room for so many bytes."""
+    def __init__(self, folder: Path, *, memory_bytes: int = 512 * MIB, lease_s: float = 1.0) -> None:
+        """It has room for so many bytes, and keeps what is read for so long."""
         assert not why_not()
         spec = importlib.util.find_spec("mooncake.store")
         assert spec is not None
         assert spec.origin is not None
         self._programs = Path(spec.origin).parent
         self._folder = folder
-        self._memory_bytes = memory_bytes
+        self._memory_bytes, self._lease_s = memory_bytes, lease_s
         self._port, self._metrics_port, self._owner_port = free_ports(3)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         try:
@@ -73,9 +73,14 @@ class Mooncake:
             self.stop()
             raise
 
+    @property
+    def master(self) -> str:
+        """Where the master is."""
+        return f"127.0.0.1:{self._port}"
+
     def url(self, folder: str) -> str:
         """As `store.url`."""
-        return f"mooncake://127.0.0.1:{self._port}/{folder}"
+        return f"mooncake://{self.master}/{folder}"
 
     def start_master(self) -> None:
         """A master that knows of nothing yet."""
@@ -85,7 +90,7 @@ class Mooncake:
             f"-rpc_port={self._port}",
             "-metrics_host=127.0.0.1",
             f"-metrics_port={self._metrics_port}",
-            "-default_kv_lease_ttl=1000",
+            f"-default_kv_lease_ttl={1_000 * self._lease_s:.0f}",
             "-client_ttl=3",
             "-put_start_discard_timeout_sec=5",
         )
@@ -99,7 +104,7 @@ class Mooncake:
             "-host=127.0.0.1",
             f"-port={self._owner_port}",
             f"-global_segment_size={self._memory_bytes // MIB} MB",
-            f"-master_server_address=127.0.0.1:{self._port}",
+            f"-master_server_address={self.master}",
             "-metadata_server=P2PHANDSHAKE",
             "-protocol=tcp",
         )
@@ -120,7 +125,7 @@ class Mooncake:
         """Has the master evict what fits a regular expression. Returns how much that was."""
         code = (
             "import os, sys, mooncake.store as m; s = m.MooncakeDistributedStore();"
-            f"s.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 1 << 20, 'tcp', '', '127.0.0.1:{self._port}');"
+            f"s.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 1 << 20, 'tcp', '', '{self.master}');"
             f"print('removed', s.remove_by_regex({pattern!r}, True)); sys.stdout.flush(); os._exit(0)"
         )
         said = subprocess.run(

@@ -33,7 +33,7 @@ DEADLINE_S = 3.0
 SLACK_S = 10.0
 """For what takes no time on an idle machine, and what a thread does after its call's deadline."""
 LEASE_S = 1.0
-"""As tests/support/mooncake.py sets it."""
+"""The default of tests/support/mooncake.py."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -146,6 +146,17 @@ def test_clocks_may_differ_by_a_period(hosts: Hosts) -> None:
     assert hosts.names(right) == ["a/1", "a/2"]
 
 
+def test_a_clock_that_is_set_back_hides_nothing(hosts: Hosts) -> None:
+    one, two = hosts.host(), hosts.host()
+    assert hosts.names(two) == []
+    hosts.now_s -= 3_600
+    hosts.add(one, "a/1")
+    assert hosts.names(two) == ["a/1"]
+    hosts.now_s += 1_800
+    hosts.add(one, "a/2")
+    assert hosts.names(two) == ["a/1", "a/2"]
+
+
 def test_a_host_that_slept_finds_what_was_put_meanwhile(hosts: Hosts) -> None:
     one, sleeper = hosts.host(), hosts.host()
     assert hosts.names(sleeper) == []

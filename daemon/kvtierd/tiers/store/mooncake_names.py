@@ -195,7 +195,8 @@ class NameLog:
         """Reads what is new. What is old is read once, a part after the other, so that what a call has no
         time for is left to the next one."""
         now = self._now()
-        # One before this one, and the next one, because clocks differ.
+        # One before this one, and the next one, because clocks differ; and this one may have been set back.
+        self._oldest = min(self._oldest, now - 1)
         while self._oldest < now - 1:
             some = range(self._oldest, min(self._oldest + PERIODS_AT_ONCE, now - 1))
             self._read_new(call, some)

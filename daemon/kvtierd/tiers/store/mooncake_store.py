@@ -4,6 +4,7 @@ An object is one object of Mooncake with one byte more, because Mooncake has non
 told to others by `mooncake_names.py`. pyproject.toml declares the entry point.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NoReturn, TypeVar
@@ -157,9 +158,10 @@ class MooncakeStore:
             return read(call)
         except StoreError as error:
             if error.trouble is StoreTrouble.MISSING:
-                [there] = self._client.exist(call, [self._objects + name])
-                if not there:
-                    self._names.forget(call, name)
+                with contextlib.suppress(StoreError):  # then it is forgotten the next time
+                    [there] = self._client.exist(call, [self._objects + name])
+                    if not there:
+                        self._names.forget(call, name)
             raise
 
 
