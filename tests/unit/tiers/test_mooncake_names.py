@@ -138,6 +138,17 @@ def test_a_period_without_its_first_entries_hides_no_other_period(hosts: Hosts) 
     assert hosts.names(hosts.host()) == ["a/later"]
 
 
+def test_a_number_that_was_lost_is_not_taken_before_others_that_are_there(hosts: Hosts) -> None:
+    """Whoever has read it once does not look at it again."""
+    one, two = hosts.host(), hosts.host()
+    hosts.add(one, "a/0")
+    assert hosts.names(two) == ["a/0"]
+    hosts.add(one, "a/1", "a/2")
+    del hosts.entries.objects[hosts.key(1)]
+    hosts.add(two, "a/3")
+    assert hosts.names(one) == ["a/0", "a/1", "a/2", "a/3"]
+
+
 def test_clocks_may_differ_by_a_period(hosts: Hosts) -> None:
     ahead, behind, right = hosts.host(PERIOD_S), hosts.host(-PERIOD_S), hosts.host()
     assert hosts.names(right) == []
@@ -199,7 +210,7 @@ def test_numbers_that_are_taken_and_never_written_end_in_an_error(hosts: Hosts) 
         hosts.add(hosts.host(), "a/1")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_host_finds_what_is_put_whatever_was_evicted(data: st.DataObject) -> None:
     """Each name is put by one of the hosts after some entries have gone, and is in all later listings."""

@@ -163,8 +163,9 @@ class NameLog:
         data[:] = np.frombuffer(entry, np.uint8)
         with _held(self._lock, call):
             number = int(now_s // PERIOD_S)
-            if not self._is_last(call, number):
-                self._read_new(call, [number])
+            # Not only the next number: who takes one that was lost, before others that are there, is heard by
+            # nobody who has read it.
+            self._read_new(call, [number])
             period = self._periods.setdefault(number, _Period())
             place = next(
                 (
@@ -179,15 +180,6 @@ class NameLog:
                 raise StoreError(StoreTrouble.OTHER, f"{self._prefix}{number}: {said}")
             period.got(place, entry)
             self._take_in(entry, (number, place))
-
-    def _is_last(self, call: BlockingCall, number: int) -> bool:
-        """Whether the last entry of a period that was read is still there, and the last one. It is not if
-        others have written since, or in a master that was started anew: there others begin with 0."""
-        period = self._periods.get(number)
-        if period is None or not period.last:
-            return False
-        keys = [self._key(number, at) for at in (period.next - 1, period.next)]
-        return self._entries.read_small(call, keys, ENTRY_BYTES) == [period.last, None]
 
     # --- reading entries ---
 
