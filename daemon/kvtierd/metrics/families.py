@@ -238,6 +238,8 @@ def _disks(sheet: Sheet, snapshot: Snapshot) -> None:
             sheet.set("kvtier_store_transferred_bytes", got_bytes, path, "read")
         sheet.set("kvtier_disk_read_blocks", counters.read_blocks, path)
         sheet.set("kvtier_disk_read_bytes", counters.read_bytes, path)
+        sheet.set("kvtier_disk_reads", counters.reads, path)
+        sheet.set("kvtier_disk_read_seconds", counters.read_s, path)
         sheet.set("kvtier_disk_evicted_blocks", counters.evicted_blocks, path)
         sheet.set("kvtier_disk_errors", counters.errors, path)
         sheet.set("kvtier_disk_corrupt_blocks", counters.corrupt_blocks, path)

@@ -50,6 +50,8 @@ def disk_status(number: int, state: str) -> DiskStatus:
             written_bytes=91 << 10,
             read_blocks=92,
             read_bytes=93 << 10,
+            reads=41,
+            read_s=2.5,
             written_saved_bytes=(26 << 10) * (number == 2),
             read_saved_bytes=(31 << 10) * (number == 2),
             evicted_blocks=94,

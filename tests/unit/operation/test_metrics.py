@@ -136,6 +136,8 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_disk_written_bytes_total{disk=/mnt/a}", 91 << 10),
         ("kvtier_disk_read_blocks_total{disk=/mnt/a}", 92),
         ("kvtier_disk_read_bytes_total{disk=/mnt/a}", 93 << 10),
+        ("kvtier_disk_reads_total{disk=/mnt/a}", 41),
+        ("kvtier_disk_read_seconds_total{disk=/mnt/a}", 2.5),
         ("kvtier_store_transferred_bytes_total{direction=write,disk=s3://kv/blocks}", 65 << 10),
         ("kvtier_store_transferred_bytes_total{direction=read,disk=s3://kv/blocks}", 62 << 10),
         ("kvtier_disk_evicted_blocks_total{disk=/mnt/a}", 94),

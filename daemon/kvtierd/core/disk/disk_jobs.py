@@ -391,6 +391,9 @@ class DiskJobs:
         if disk.shared:
             # With its worker, what that knew of the job's blocks is gone as well.
             self._forget(disk, job.entries if job.state is DiskJobState.FAILED else lost)
+        if job.good:
+            disk.tally.reads += 1
+            disk.tally.read_s += self._core.now_s - job.posted_s
         read_bytes = job.good * domain.block_bytes
         disk.tally.read_blocks += job.good
         disk.tally.read_bytes += read_bytes
