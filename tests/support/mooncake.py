@@ -45,6 +45,7 @@ def why_not() -> str:
         for path in LIBRARIES.rglob(name):
             with contextlib.suppress(OSError):  # another of its libraries is missing, which the import tells
                 ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # as the driver does before it loads the library
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:

@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 Result = TypeVar("Result")
 MIB = 1 << 20
 DEADLINE_S = 3.0
+PATIENT_S = 30.0
+"""Where nothing ends, on a machine that may be busy."""
 SLACK_S = 10.0
 """For what takes no time on an idle machine, and what a thread does after its call's deadline."""
 LEASE_S = 1.0
@@ -121,7 +123,9 @@ async def sooner_or_later(call: Callable[[], Coroutine[Any, Any, Result]]) -> Re
 
 
 def with_two_hosts(
-    cluster: Mooncake, task: Callable[[ObjectStore, ObjectStore], Coroutine[Any, Any, None]]
+    cluster: Mooncake,
+    task: Callable[[ObjectStore, ObjectStore], Coroutine[Any, Any, None]],
+    deadline_s: float = DEADLINE_S,
 ) -> None:
     """Runs a task on a store as two hosts have it. No call of it is stuck."""
 
@@ -132,7 +136,7 @@ def with_two_hosts(
             stuck.append(None)
 
         one, two = (
-            GuardedStore(open_store(cluster.url("test"), {}, DEADLINE_S), 2 * DEADLINE_S, is_stuck)
+            GuardedStore(open_store(cluster.url("test"), {}, deadline_s), 2 * deadline_s, is_stuck)
             for _ in range(2)
         )
         await task(one, two)
@@ -240,7 +244,7 @@ def test_what_is_evicted_is_missing_and_what_is_new_is_found(tmp_path: Path) -> 
         assert not await missing(two, names[-1])
 
     try:
-        with_two_hosts(cluster, task)
+        with_two_hosts(cluster, task, PATIENT_S)
     finally:
         cluster.stop()
 
@@ -255,12 +259,12 @@ def test_entries_that_are_evicted_hide_nothing_that_comes_later(cluster: Mooncak
         await is_shared(one, three, "a/by-one-that-has")
         await is_shared(two, one, "a/back")
 
-    with_two_hosts(cluster, task)
+    with_two_hosts(cluster, task, PATIENT_S)
 
 
 def test_an_object_is_deleted_once_nobody_may_be_reading_it(shared: Mooncake) -> None:
     async def task(_: ObjectStore, __: ObjectStore) -> None:
-        one, two = (cast(Any, open_store(shared.url("deleted"), {}, DEADLINE_S)) for _ in range(2))
+        one, two = (cast(Any, open_store(shared.url("deleted"), {}, PATIENT_S)) for _ in range(2))
         name = f"a/{secrets.token_hex(4)}"
         await is_shared(one, two, name)
         assert await trouble_of(one.delete(name)) is StoreTrouble.LATE

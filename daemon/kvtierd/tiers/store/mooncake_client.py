@@ -26,6 +26,8 @@ HOW_TO_INSTALL: Final = (
     "install it where the daemon is (pip install 'mooncake-transfer-engine-non-cuda>=0.3.13', or another "
     "build of it, and Debian's libibverbs1 and librdmacm1, which all builds need)"
 )
+# The library reads this when it is loaded. Its usual level has some lines for each start and end of a client.
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 try:
     _library: Any = importlib.import_module("mooncake.store")
 except ImportError as error:
@@ -105,7 +107,6 @@ class MooncakeClient:
             ("MC_TCP_STATUS_TIMEOUT_SEC", whole_s),
             ("MC_HANDSHAKE_CONNECT_TIMEOUT", whole_s),
             ("MC_STORE_CLIENT_SETUP_RETRIES", 1),
-            ("MC_LOG_LEVEL", "ERROR"),
         ):
             os.environ.setdefault(name, str(value))
         self._connecting = threading.Lock()

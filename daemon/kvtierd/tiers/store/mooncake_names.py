@@ -29,7 +29,7 @@ from kvtierd.tiers.store.threads import BlockingCall
 
 PERIOD_S: Final = 600
 """Writers and readers have to agree upon it: it is part of the format, as ENTRY is."""
-REMEMBERED_S: Final = 7 * 86_400
+REMEMBERED_S: Final = 2 * 86_400
 """A host that starts looks for what was put since. A store in memory has evicted most of what is older."""
 AHEAD: Final = 64
 """So many numbers behind the last one are looked at, because those before may have gone."""
