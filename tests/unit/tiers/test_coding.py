@@ -34,7 +34,7 @@ def floats(size: int, seed: int, width: int) -> bytes:
     scales = np.resize(np.exp(random.normal(0, 1, 64)), count)
     numbers = (random.normal(size=count) * scales).astype("<f4").view("<u4")
     data = (numbers >> np.uint32(16)).astype("<u2") if width == 2 else numbers
-    return data.tobytes()[:size]
+    return bytes(data.tobytes()[:size])
 
 
 @st.composite

@@ -15,7 +15,7 @@ from kvtierd.tiers.store.objects import Bytes
 from kvtierd.tiers.store.packs import RAW
 
 THREADS_MAX: Final = 4
-"""Two decode what a connection of 25 Gbit/s brings. The others are for what is put meanwhile."""
+"""So many decode what a connection of 25 Gbit/s brings."""
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -63,9 +63,7 @@ class Coder:
 
         def sums_of(some: Sequence[tuple[Stored, int]]) -> list[int]:
             return [
-                xxh3_64(one.data)
-                if one.coding == RAW
-                else self._filled(one, memoryview(np.empty(size, np.uint8)))
+                xxh3_64(one.data) if one.coding == RAW else self._filled(one, np.empty(size, np.uint8).data)
                 for one, size in some
             ]
 

@@ -112,7 +112,7 @@ class Codec:
             self._decompress(stored, into)
         else:
             planes = self._memory(len(into))
-            self._decompress(stored, memoryview(planes))
+            self._decompress(stored, planes.data)
             _join(planes, width, np.frombuffer(into, np.uint8))
 
     def _coded(self, coding: int, data: Bytes) -> bytes:
