@@ -141,7 +141,7 @@ class TestBomb:
     """A few bytes that would become very many."""
 
     SIZE = 100_000
-    PARAMETERS = (
+    PARAMETERS: tuple[dict[str, int], ...] = (
         {},
         {"write_content_size": False},
         {"write_content_size": False, "window_log": 27},
