@@ -231,6 +231,8 @@ class Shelf:
             if pack is None:
                 return []
             news = _whole_blocks(name, pack)
+            if not len(news.records):
+                return []
             sound = await self._sound(news)
         except StoreError as error:
             if error.trouble is StoreTrouble.MISSING:
