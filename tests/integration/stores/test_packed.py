@@ -487,6 +487,13 @@ class TestCompression:
             assert await got(reader, put.name, some) == [None, self.sums(1)]
             reader.doubt(put.name)
             assert numbers(await reader.news(100)) == [[1]]
+            monkeypatch.undo()
+            coder = Coder(Compression.ZSTD)
+            other = await shelf(store, clock, coder=coder).put(self.coded_blocks(2))
+            monkeypatch.setattr(packed, "DOUBT_S", 0.0)
+            monkeypatch.setitem(sys.modules, "zstandard", None)
+            reader.doubt(other.name)
+            assert numbers(await reader.news(100)) == [[]], "all of it is compressed"
 
         asyncio.run(task())
 

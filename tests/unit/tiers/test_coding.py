@@ -142,26 +142,26 @@ def test_arbitrary_bytes_in_any_coding_are_an_error_or_bytes(code: int, stored: 
 class TestBomb:
     """A few bytes that would become very many."""
 
-    FRAME = zstandard.ZstdCompressor().compress(bytes(256 << 20))
     SIZE = 100_000
+    PARAMETERS: tuple[dict[str, int], ...] = (
+        {},
+        {"write_content_size": False},
+        {"write_content_size": False, "window_log": 27},
+    )
 
-    def without_length(self) -> bytes:
-        maker = zstandard.ZstdCompressor(write_content_size=False).compressobj()
-        return maker.compress(bytes(256 << 20)) + maker.flush()
-
-    def of_a_large_window(self) -> bytes:
-        parameters = zstandard.ZstdCompressionParameters(window_log=27, write_content_size=False)
-        maker = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-        return maker.compress(bytes(256 << 20)) + maker.flush()
+    def made(self, data: bytes, parameters: dict[str, int]) -> bytes:
+        """Compressed piece by piece, so that the head of the frame is what the parameters say."""
+        chosen = zstandard.ZstdCompressionParameters(**parameters)
+        maker = zstandard.ZstdCompressor(compression_params=chosen).compressobj(
+            len(data) if not parameters else -1
+        )
+        return maker.compress(data) + maker.flush()
 
     @pytest.mark.parametrize("code", CODINGS)
-    @pytest.mark.parametrize("kind", ["length", "no length", "window"])
-    def test_no_more_is_made_than_was_promised(self, code: int, kind: str) -> None:
-        stored = {
-            "length": lambda: self.FRAME,
-            "no length": self.without_length,
-            "window": self.of_a_large_window,
-        }[kind]()
+    @pytest.mark.parametrize("parameters", PARAMETERS, ids=["length", "no length", "window"])
+    def test_no_more_is_made_than_was_promised(self, code: int, parameters: dict[str, int]) -> None:
+        stored = self.made(bytes(32 << 20), parameters)
+        assert len(stored) < 10_000
         tracemalloc.start()
         try:
             with pytest.raises(CodingError):
@@ -169,6 +169,18 @@ class TestBomb:
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
             tracemalloc.stop()
+
+    def test_many_frames_are_no_way_round_it(self) -> None:
+        frame = zstandard.ZstdCompressor().compress(bytes(self.SIZE))
+        assert decoded(ZSTD_1, frame, self.SIZE) == bytes(self.SIZE)
+        with pytest.raises(CodingError, match="more than 100000 bytes"):
+            decoded(ZSTD_1, frame * 100, self.SIZE)
+
+    def test_no_frame_is_given_the_memory_that_it_asks_for(self) -> None:
+        """A window of 128 MiB, for 100,000 bytes."""
+        data = np.random.default_rng(1).bytes(self.SIZE)
+        with pytest.raises(CodingError, match="memory"):
+            decoded(ZSTD_1, self.made(data, self.PARAMETERS[2]), self.SIZE)
 
     def test_a_record_that_promises_too_much_is_not_read(self) -> None:
         records = np.zeros(4, packs.RECORD)

@@ -14,8 +14,10 @@ from kvtierd.tiers.store.coding import Codec, CodingError, Compression
 from kvtierd.tiers.store.objects import Bytes
 from kvtierd.tiers.store.packs import RAW
 
-THREADS_MAX: Final = 4
-"""Two decode what a connection of 25 Gbit/s brings. The others are for what is put meanwhile."""
+DECODING_MAX: Final = 4
+"""Threads: so many decode what a connection of 25 Gbit/s brings."""
+ENCODING_MAX: Final = 2
+"""Threads of their own, because nobody waits for what is put, and a prompt does for what is read."""
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -36,17 +38,21 @@ class Coder:
         is there."""
         self._compression = compression
         self._codec = Codec()
-        self._threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(self._threads, "coding")  # it begins a thread when it needs one
+        self._decoding, self._encoding = (
+            _Threads(DECODING_MAX, "decoding"),
+            _Threads(ENCODING_MAX, "encoding"),
+        )
 
     async def encode(self, shards: Sequence[Bytes]) -> list[Stored]:
         """How shards of one group are stored."""
         if self._compression is Compression.OFF:
             return [Stored(RAW, shard) for shard in shards]
-        [coding] = await self._in_threads(lambda some: [self._codec.choose(each) for each in some], [shards])
+        [coding] = await self._encoding.run(
+            lambda some: [self._codec.choose(each) for each in some], [shards]
+        )
         if coding == RAW:
             return [Stored(RAW, shard) for shard in shards]
-        return await self._in_threads(
+        return await self._encoding.run(
             lambda some: [Stored(*self._codec.encode(coding, shard)) for shard in some], shards
         )
 
@@ -56,7 +62,9 @@ class Coder:
         pairs = list(zip(stored, into, strict=True))
         if all(one.coding == RAW for one in stored):
             return [self._filled(one, buffer) for one, buffer in pairs]
-        return await self._in_threads(lambda some: [self._filled(one, buffer) for one, buffer in some], pairs)
+        return await self._decoding.run(
+            lambda some: [self._filled(one, buffer) for one, buffer in some], pairs
+        )
 
     async def sums(self, stored: Sequence[Stored], sizes: Sequence[int]) -> list[int]:
         """The xxh3_64 of what stored bytes become, each of which is to have that size."""
@@ -70,7 +78,7 @@ class Coder:
         pairs = list(zip(stored, sizes, strict=True))
         if all(one.coding == RAW for one in stored):
             return sums_of(pairs)
-        return await self._in_threads(sums_of, pairs)
+        return await self._decoding.run(sums_of, pairs)
 
     def _filled(self, one: Stored, buffer: memoryview) -> int:
         try:
@@ -79,13 +87,21 @@ class Coder:
             np.frombuffer(buffer, np.uint8)[:] = 0
         return xxh3_64(buffer)
 
-    async def _in_threads(
+
+class _Threads:
+    """Some threads, each of which begins when it is needed."""
+
+    def __init__(self, most: int, name: str) -> None:
+        self._count = min(most, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._count, name)
+
+    async def run(
         self, call: Callable[[Sequence[Task]], list[Result]], tasks: Sequence[Task]
     ) -> list[Result]:
         """Divides tasks among the threads. Returns, or is cancelled, when none of them works on it any more,
         because they may write into slots that would become another block's."""
         loop = asyncio.get_running_loop()
-        parts = min(self._threads, len(tasks))
+        parts = min(self._count, len(tasks))
         futures = [loop.run_in_executor(self._pool, call, tasks[part::parts]) for part in range(parts)]
         try:
             await asyncio.shield(asyncio.wait(futures))

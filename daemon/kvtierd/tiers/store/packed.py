@@ -250,6 +250,8 @@ class Shelf:
             if pack is None:
                 return []
             news = _whole_blocks(name, pack)
+            if not len(news.records):
+                return []
             sound = await self.sound(news)
         except StoreError as error:
             if error.trouble is StoreTrouble.MISSING:
