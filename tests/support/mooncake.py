@@ -139,8 +139,19 @@ class Mooncake:
         ).stdout
         return int(said.rpartition("removed ")[2])
 
-    def signal(self, name: str, number: signal.Signals) -> None:
-        self.processes[name].send_signal(number)
+    def stop_memory(self) -> None:
+        """Stops the client with the memory, and returns when none of its threads does anything more."""
+        process = self.processes["mooncake_client"]
+        process.send_signal(signal.SIGSTOP)
+        tasks = list(Path(f"/proc/{process.pid}/task").iterdir())
+        self._until(
+            lambda: all(each.joinpath("stat").read_text().rpartition(") ")[2][0] == "T" for each in tasks),
+            "all threads have stopped",
+        )
+
+    def go_on_with_memory(self) -> None:
+        """Undoes `stop_memory`."""
+        self.processes["mooncake_client"].send_signal(signal.SIGCONT)
 
     def kill(self, name: str) -> None:
         """`mooncake_master` or `mooncake_client`."""

@@ -302,7 +302,8 @@ async def calls_do_not_hold_up_the_event_loop(hosts: Hosts) -> None:
         await goes_on_during(hosts.bare.read(name, 0, len(data)), "read")
         await goes_on_during(hosts.bare.read_ranges(name, [(0, len(data))]), "read_ranges")
         await goes_on_during(hosts.bare.list(hosts.prefix), "list")
-        await goes_on_during(hosts.bare.delete(name), "delete")
+        await hosts.bare.put(f"{hosts.prefix}other", _parts(data))
+        await goes_on_during(hosts.bare.delete(f"{hosts.prefix}other"), "delete")
     finally:
         counting.cancel()
 

@@ -82,7 +82,7 @@ class ObjectStore(Protocol):
 
     async def delete(self, name: str) -> None:
         """Removes an object; nothing happens if there is none. Who reads it meanwhile gets all of it, or
-        MISSING. Only `kvtierd collect` calls it."""
+        MISSING. A store may refuse that as LATE while somebody reads it. Only `kvtierd collect` calls it."""
 
     async def close(self) -> None:
         """Ends connections. No other call may be under way, and none may follow. A process that ends at once
