@@ -123,12 +123,26 @@ class SqliteStore:
             found = sqlite3.connect(
                 self._path, timeout=self._deadline_s, isolation_level=None, check_same_thread=False
             )
-            found.execute("PRAGMA journal_mode = WAL")
+            self._use_wal(found)
             found.execute("PRAGMA synchronous = FULL")  # `put` returns when the row is on the disk
             found.execute(_TABLE)
             self._of_thread.connection = found
             self._connections.append(found)
         return found
+
+    def _use_wal(self, connection: sqlite3.Connection) -> None:
+        """Switches to the write-ahead log. If others do that as well, SQLite says at once that the file is
+        locked, whatever the timeout is."""
+        ends_s = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError:
+                if time.monotonic() > ends_s:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
 
 
 @contextmanager
