@@ -68,7 +68,7 @@ test-gpu: ## on a machine with an NVIDIA GPU, no network needed: build, check ev
 test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
 	@$(PY) -m tools.check vllm
 
-test-remote: ## hosts that share a store: a folder and a real S3 server, real engines, and everything that may fail there
+test-remote: ## hosts that share a store: a folder, a real S3 server and Mooncake Store, real engines, and everything that may fail there
 	@tools/setup.sh remote && $(PY) -m tools.check remote
 
 test-workload: setup ## more than 10,000 random requests on real engines in trouble, several models and seeds (12 minutes)

@@ -203,8 +203,8 @@ AUDITS = pytest_stage(
 REMOTE = pytest_stage(
     "tests-remote",
     "not fake_gpu and not gpu",
-    "What an engine of one host stores, an engine of another restores bit for bit through a folder or a real "
-    "S3 server, and whatever happens to the store is a miss in time.",
+    "What an engine of one host stores, an engine of another restores bit for bit through a folder, a "
+    "real S3 server or Mooncake Store, and whatever happens to the store is a miss in time.",
     deadline_s=1_800,
     folders=("tests/integration/stores", TWO_HOSTS_FILE),
     workers=2,

@@ -147,6 +147,7 @@ def story(stack: ExitStack) -> dict[str, Any]:
     )
 
     figures = {
+        "tokens_from_memory": found.num_cached_tokens,
         "restored_tokens": restored.num_cached_tokens,
         "expected_tokens": full_tokens,
         "ttft_cold_s": round(cold.ttft_s, 4),
@@ -188,6 +189,8 @@ def story(stack: ExitStack) -> dict[str, Any]:
 def verdict(figures: dict[str, Any]) -> list[str]:
     """Returns what did not hold, in plain sentences."""
     wrong = []
+    if figures["tokens_from_memory"] != figures["expected_tokens"]:
+        wrong.append(f"{figures['tokens_from_memory']} tokens came from host A's own memory")
     if figures["restored_tokens"] != figures["expected_tokens"]:
         wrong.append(f"{figures['restored_tokens']} tokens came back, not {figures['expected_tokens']}")
     if not figures["bit_identical"]:

@@ -5,7 +5,7 @@
 #   tools/setup.sh tools    libraries and tools only, nothing of ours
 #   tools/setup.sh light    tools, and the project itself (editable, native module built)
 #   tools/setup.sh full     light, and a real vLLM for the CPU
-#   tools/setup.sh remote   full, and a real S3 server
+#   tools/setup.sh remote   full, a real S3 server, and Mooncake Store
 #   tools/setup.sh native   rebuild the native module now, whatever the stamps say
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -141,11 +141,29 @@ step_s3() {
     stamp s3 "$key"
 }
 
+# Mooncake Store: its client, its master, and the program that gives it memory; for tests only. It is linked with libraries for
+# RDMA that few machines have. Where apt-get can fetch them, they are unpacked below build/, and installed nowhere; where it
+# cannot, its tests are skipped, and say so.
+step_mooncake() {
+    local key=0.3.13.post1 package
+    fresh mooncake "$key" && return
+    timed mooncake uv_install --no-deps "mooncake-transfer-engine-non-cuda==$key"
+    if ! "$VENV/bin/python" -c 'import mooncake.store' 2> /dev/null; then
+        mkdir -p build/mooncake-libraries/packages
+        if (cd build/mooncake-libraries/packages && apt-get download libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200) > "$LOGS/setup-mooncake-libraries.log" 2>&1; then
+            for package in build/mooncake-libraries/packages/*.deb; do dpkg-deb --extract "$package" build/mooncake-libraries; done
+        else
+            say "mooncake: libibverbs1 and librdmacm1 are not there, so its tests are skipped"
+        fi
+    fi
+    stamp mooncake "$key"
+}
+
 case "${1:-full}" in
     tools)  step_venv; step_tools ;;
     light)  step_venv; step_tools; step_project ;;
     full)   step_venv; step_tools; step_project; step_vllm ;;
-    remote) step_venv; step_tools; step_project; step_vllm; step_s3 ;;
+    remote) step_venv; step_tools; step_project; step_vllm; step_s3; step_mooncake ;;
     native) step_venv; step_tools; step_project force ;;
     *)      die "unknown argument '$1': use tools, light, full, remote or native" ;;
 esac

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from tools import fault_counts, leftovers
+from tools.passed import VARIABLE, Passed, committed_tree
 
 REPO = Path(__file__).resolve().parent.parent
 LOGS = REPO / "build" / "logs"
@@ -124,12 +125,19 @@ def run(stage: Stage, *, quiet: bool = False) -> Outcome:
     """Runs one stage, copying its output to its log and, unless `quiet`, to the terminal."""
     beside = f" (beside the others; its output goes to {stage.log.relative_to(REPO)} only)" if quiet else ""
     print(f"\n=== {stage.name}{beside}", flush=True)
-    stage.junit.unlink(missing_ok=True)
     run_id = uuid.uuid4().hex[:8]
     environment = os.environ | {"KVTIER_REQUIRE_VLLM": "1", leftovers.RUN_VARIABLE: run_id}
     environment |= stage.environment
     started = time.monotonic()
     late = False
+    passed = Passed(LOGS, REPO, bool(os.environ.get(VARIABLE)))
+    about = (stage.name, stage.command, stage.environment)
+    if when := passed.when(*about):
+        print(f"it passed on this tree at {when}, and is not repeated ({VARIABLE})", flush=True)
+        return Outcome(stage, True, 0.0, [f"it passed on this tree at {when}, and was not repeated"])
+    passed.forget(stage.name)
+    stage.junit.unlink(missing_ok=True)
+    tree = committed_tree(REPO)
     # The stage has a session of its own, so that Ctrl-C reaches only this program, which then ends the stage.
     terminal = subprocess.DEVNULL if quiet else None
     tee = subprocess.Popen(["tee", stage.log], stdin=subprocess.PIPE, stdout=terminal, start_new_session=True)
@@ -165,6 +173,8 @@ def run(stage: Stage, *, quiet: bool = False) -> Outcome:
         outcome.remarks.append(f"it was still running after {stage.deadline_s} s and was ended")
     if stage.is_pytest:
         read_junit(outcome)
+    if outcome.passed:
+        passed.note(*about, tree)
     return outcome
 
 

@@ -116,7 +116,8 @@ void BlockTable::insert(std::uint32_t space, std::uint16_t domain, std::span<con
                         std::uint16_t flags, std::uint32_t* entries, std::uint8_t* created) {
     const std::size_t n = hashes.size() / kHashBytes;
     if (n == 0) return;
-    // This is the only allocation, and comes before anything changes.
+    // These are the only allocations, and come before anything changes.
+    index_.reserve(std::min(n, entries_.size() - (states_[kWriting] + states_[kReady] + states_[kEvicting])));
     std::size_t& in_space = spaces_.try_emplace(space, 0).first->second;
     const Published* const published = published_of(space);
     std::array<IndexPage::Place, kGroup> places;

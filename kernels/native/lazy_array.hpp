@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 namespace kvtier {
 
@@ -23,9 +24,18 @@ class LazyArray {
         // This is only advice: without huge pages everything works, but more slowly.
         if (huge) (void)madvise(memory, bytes_, MADV_HUGEPAGE);
     }
-    LazyArray(const LazyArray&) = delete;
-    LazyArray& operator=(const LazyArray&) = delete;
-    ~LazyArray() { munmap(data_, bytes_); }
+    // The other one is left without elements.
+    LazyArray(LazyArray&& other) noexcept
+        : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)), bytes_(std::exchange(other.bytes_, 0)) {}
+    LazyArray& operator=(LazyArray&& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(size_, other.size_);
+        std::swap(bytes_, other.bytes_);
+        return *this;
+    }
+    ~LazyArray() {
+        if (data_ != nullptr) munmap(data_, bytes_);
+    }
 
     T& operator[](std::size_t i) { return data_[i]; }
     const T& operator[](std::size_t i) const { return data_[i]; }

@@ -16,6 +16,7 @@ class RecencyShadow {
    public:
     // Has room for so many blocks.
     explicit RecencyShadow(std::size_t blocks) : nodes_(blocks), index_(blocks) {
+        index_.reserve(blocks);
         newest_.fill(kNoEntry);
         oldest_.fill(kNoEntry);
         held_.fill(0);

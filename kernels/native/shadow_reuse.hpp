@@ -23,7 +23,10 @@ struct ShadowBlock {
 class ReuseShadow {
    public:
     // Has room for so many blocks.
-    explicit ReuseShadow(std::size_t blocks) : nodes_(blocks), index_(blocks) { clear(); }
+    explicit ReuseShadow(std::size_t blocks) : nodes_(blocks), index_(blocks) {
+        index_.reserve(blocks);
+        clear();
+    }
 
     void clear();
     // What does not fit any more goes.

@@ -1,13 +1,16 @@
 // Which slots of the pool a block has, in shard order, and which block a slot belongs to.
 //
 // It is a chained hash table of 16-byte records. Arrays indexed by page would take 8 bytes for every 4 KiB of the pool, a
-// kilobyte for a block of 512 KiB. Records are reserved for the largest possible number of slots, one per page, but only
-// those in use are ever touched.
+// kilobyte for a block of 512 KiB. Records and buckets are reserved for the largest possible number of slots, one per page, but
+// only those in use are ever touched: buckets are added one by one, each with a part of the records of another one (linear
+// hashing).
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "key_index.hpp"
 #include "lazy_array.hpp"
@@ -26,8 +29,7 @@ class SlotMap {
 
     SlotMap(std::size_t capacity, std::size_t pool_pages)
         : records_(pool_pages, false),
-          buckets_(std::bit_ceil(capacity / 2 < 16 ? std::size_t{16} : capacity / 2), true),
-          shift_(static_cast<unsigned>(32 - std::countr_zero(buckets_.size()))) {}
+          buckets_(std::max(kFewest, std::bit_ceil(capacity / 2)), true) {}
 
     const Record& operator[](std::uint32_t record) const { return records_[record]; }
     void prefetch(std::uint32_t slot) const { __builtin_prefetch(&buckets_[bucket(slot)]); }
@@ -50,7 +52,7 @@ class SlotMap {
         std::uint32_t& head = buckets_[bucket(slot)];
         records_[record] = {slot, 0, head, entry};
         head = record;
-        ++count_;
+        if (++count_ > kFilled * size_ && size_ < buckets_.size()) add_bucket();
         return record;
     }
 
@@ -79,15 +81,45 @@ class SlotMap {
     }
     std::size_t used() const { return used_; }
     // Bytes touched so far: records never move, and freed ones are reused first.
-    std::size_t bytes() const { return buckets_.bytes() + used_ * sizeof(Record); }
+    std::size_t bytes() const { return size_ * sizeof(std::uint32_t) + used_ * sizeof(Record); }
 
    private:
-    // Slots lie at regular distances; a multiplication by the golden ratio spreads such sequences evenly.
-    std::size_t bucket(std::uint32_t slot) const { return static_cast<std::uint32_t>(slot * 0x9e3779b1u) >> shift_; }
+    static constexpr std::size_t kFewest = 16;  // buckets at the start
+    static constexpr std::size_t kFilled = 2;   // records of a bucket on average
+
+    // Slots lie at regular distances; a multiplication by the golden ratio spreads such sequences evenly by the top bits of
+    // the product. Reversed, these come first when buckets are divided.
+    static std::size_t spread(std::uint32_t slot) {
+        std::uint32_t bits = __builtin_bswap32(slot * 0x9e3779b1u);
+        bits = (bits >> 4 & 0x0f0f0f0fu) | (bits & 0x0f0f0f0fu) << 4;
+        bits = (bits >> 2 & 0x33333333u) | (bits & 0x33333333u) << 2;
+        return (bits >> 1 & 0x55555555u) | (bits & 0x55555555u) << 1;
+    }
+    // The lower buckets have been divided already, and take one more bit of the slot.
+    std::size_t bucket(std::uint32_t slot) const {
+        const std::size_t i = spread(slot) & (2 * round_ - 1);
+        return i < size_ ? i : i - round_;
+    }
+
+    void add_bucket() {
+        std::uint32_t* link = &buckets_[size_ - round_];
+        std::uint32_t& added = buckets_[size_++];
+        while (*link != 0) {
+            Record& record = records_[*link];
+            if ((spread(record.slot) & round_) == 0) {
+                link = &record.next_of_bucket;
+            } else {
+                const std::uint32_t moved = std::exchange(*link, record.next_of_bucket);
+                record.next_of_bucket = std::exchange(added, moved);
+            }
+        }
+        if (size_ == 2 * round_) round_ *= 2;
+    }
 
     LazyArray<Record> records_;
     LazyArray<std::uint32_t> buckets_;
-    unsigned shift_;
+    std::size_t size_ = kFewest;   // buckets in use
+    std::size_t round_ = kFewest;  // how many there were when this round of divisions began: a power of two
     std::uint32_t free_ = 0;
     std::uint32_t used_ = 0;
     std::size_t count_ = 0;

@@ -107,6 +107,14 @@ CASES = [
         {"disk": "s3://kv/a", "state": "refusing"},
     ),
     Case(
+        "KvtierEventsStopped",
+        "warning",
+        {"kvtier_events_alive": "0x8"},
+        {"kvtier_events_alive": "1x9"},
+        "8m",
+        "host-1 tells routers nothing any more: they go by what they knew",
+    ),
+    Case(
         "KvtierDiskTooSlow",
         "info",
         {

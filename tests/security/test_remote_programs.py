@@ -74,7 +74,8 @@ def test_the_command_line_asks(remote: Remote, certificates: Path, victim: RawSe
         "00" * 32,
     )
     said = (
-        "1 of 2 blocks from the first one on without a gap: 1 in memory, 0 on a disk only; 0 behind the gap"
+        "1 of 2 blocks from the first one on without a gap: 1 in memory, 0 on a disk or in the store only; "
+        "0 behind the gap"
     )
     assert (found.stdout, found.stderr) == (f"{said}\n", "")
 

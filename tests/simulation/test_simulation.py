@@ -29,12 +29,11 @@ seeds meet is chance."""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(900 if FORM == "short" else 2_700)  # of a core it has a third
 def test_no_seed_breaks_a_promise(proved: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
     coverage = Coverage()
     print(f"again: KVTIER_SEED={FIRST_SEED}")
     run_many(FIRST_SEED, STIMULI, coverage)
-    run_many(FIRST_SEED + SEEDS_A_DAY // 2, STIMULI + ORACLE_STIMULI, coverage, oracle=True)
     if FORM != "short":
         look_for_the_rest(FIRST_SEED + SEEDS_A_DAY // 4, coverage)
     with capsys.disabled():
@@ -44,6 +43,20 @@ def test_no_seed_breaks_a_promise(proved: Callable[[str], None], capsys: pytest.
     proved(
         f"{coverage.stimuli:,} stimuli and {faults:,} faults in {coverage.worlds} simulated worlds: "
         f"no wrong byte, no lost block, no leak (KVTIER_SEED={FIRST_SEED})"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_seed_breaks_a_promise_with_the_table_that_is_written_in_python(
+    proved: Callable[[str], None],
+) -> None:
+    coverage = Coverage()
+    first_seed = FIRST_SEED + SEEDS_A_DAY // 2
+    run_many(first_seed, ORACLE_STIMULI, coverage, oracle=True)
+    proved(
+        f"{coverage.stimuli:,} stimuli in {coverage.worlds} simulated worlds with a block table that is "
+        f"simple enough to be right (KVTIER_SEED={FIRST_SEED})"
     )
 
 

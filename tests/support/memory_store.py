@@ -40,6 +40,10 @@ class InMemory:
         found = sorted(name for name in self.objects if name.startswith(prefix) and name > after)
         return [Listed(name, len(self.objects[name]), 2e9) for name in found[:limit]]
 
+    async def delete(self, name: str) -> None:
+        await asyncio.sleep(0)
+        self.objects.pop(name, None)
+
     async def close(self) -> None:
         pass
 

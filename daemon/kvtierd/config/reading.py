@@ -37,6 +37,7 @@ NOT_SETTINGS = frozenset(
         "KVTIER_LENGTH",
         "KVTIER_PYTHON",
         "KVTIER_REQUIRE_VLLM",
+        "KVTIER_RESUME",
         "KVTIER_SEED",
         "KVTIER_SUITE_MODEL",
         "KVTIER_SUITE_SOCKET",

@@ -9,6 +9,7 @@ from kvtierd.config.people import tenant_names
 from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.errors import Refusal
 from kvtierd.core.stimuli import CoreDisks, WriteMode
+from kvtierd.tiers.store.coding import Compression
 from kvtierd.tiers.store.drivers import find_driver
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
@@ -50,15 +51,16 @@ class StoreConfig:
         "",
         url,
         "Where blocks are shared with other hosts: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER, "
-        "file:///FOLDER on a file system that they share, or what another driver says. Empty: nowhere.",
+        "file:///FOLDER on a file system that they share, mooncake://MASTER:PORT/FOLDER, or what another "
+        "driver says. Empty: nowhere.",
         metavar="URL",
     )
     options: tuple[tuple[str, str], ...] = s.setting(
         (),
         options,
-        "What the store's driver is told besides, for kvtier's own as obstore names it, for example endpoint "
-        "and region: NAME=VALUE with commas between them. Credentials come from the environment, or from the "
-        "machine.",
+        "What the store's driver is told besides, for buckets as obstore names it, for example endpoint and "
+        "region, for Mooncake as docs/store.md names it: NAME=VALUE with commas between them. Credentials "
+        "come from the environment, or from the machine.",
         metavar="OPTIONS",
     )
     size: int = s.setting(
@@ -72,6 +74,13 @@ class StoreConfig:
         "When a block is put into the store: on-reuse (when it is found for the first time), through (as "
         "soon as it is stored) or back (before it is evicted).",
         metavar="MODE",
+    )
+    compression: str = s.setting(
+        Compression.OFF.value,
+        s.choice(*(each.value for each in Compression)),
+        "How what this host puts into the store is compressed: off or zstd. What others have compressed is "
+        "read in any case.",
+        metavar="METHOD",
     )
     tenants: tuple[str, ...] = s.setting(
         (),

@@ -118,9 +118,16 @@ class DiskTally:
 
     written_blocks: int = 0
     written_bytes: int = 0
+    written_saved_bytes: int = 0
+    """By so many fewer than `written_bytes` a store was given, because they were compressed."""
     read_blocks: int = 0
     """Promoted blocks. Blocks that were only checked are not counted."""
     read_bytes: int = 0
+    reads: int = 0
+    """Jobs that promoted blocks, and how long they took from when they were asked for."""
+    read_s: float = 0.0
+    read_saved_bytes: int = 0
+    """By so many fewer than `read_bytes` a store gave, because it has them compressed."""
     evicted_blocks: int = 0
     evicted_age_s: float = 0.0
     reclaimed_extents: int = 0

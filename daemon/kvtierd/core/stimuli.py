@@ -353,6 +353,8 @@ class DiskJobFinished(Stimulus):
     had gone."""
     bytes: int = 0
     """Bytes that were read or written."""
+    saved_bytes: int = 0
+    """By so many fewer went to or from a store, because it has blocks compressed."""
     busy_s: float = 0.0
     """How long the device took for it, whether alone or beside other jobs."""
     gone: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))

@@ -158,7 +158,7 @@ def _found(response: remote_pb2.FindResponse) -> str:
     behind = asked - leading - response.places[leading:].count(remote_pb2.BLOCK_PLACE_NONE)
     return (
         f"{leading:,} of {count(asked, 'block')} from the first one on without a gap: {on_host:,} in memory, "
-        f"{on_disk:,} on a disk only; {behind:,} behind the gap"
+        f"{on_disk:,} on a disk or in the store only; {behind:,} behind the gap"
     )
 
 

@@ -116,14 +116,31 @@ def _disk(disk: admin_pb2.DiskStatus, worker_pid: int) -> Facts:
     if disk.state != "starting" and not disk.shared:
         found = f"{count(disk.recovered_blocks, 'block')}, {human_size(disk.recovered_bytes)} found"
         yield "start", f"cold: {disk.cold_reason}" if disk.cold_reason else f"warm: {found}"
-    for label, blocks, done_bytes, queued_bytes, bytes_per_s in (
-        ("written", disk.written_blocks, disk.written_bytes, disk.writing_bytes, disk.write_bytes_per_s),
-        ("read", disk.read_blocks, disk.read_bytes, disk.reading_bytes, disk.read_bytes_per_s),
+    for label, blocks, done_bytes, saved_bytes, queued_bytes, bytes_per_s in (
+        (
+            "written",
+            disk.written_blocks,
+            disk.written_bytes,
+            disk.written_saved_bytes,
+            disk.writing_bytes,
+            disk.write_bytes_per_s,
+        ),
+        (
+            "read",
+            disk.read_blocks,
+            disk.read_bytes,
+            disk.read_saved_bytes,
+            disk.reading_bytes,
+            disk.read_bytes_per_s,
+        ),
     ):
         lately = f", {human_size(bytes_per_s)}/s lately" if bytes_per_s else ""
+        moved_bytes = max(1, done_bytes - saved_bytes)
+        small = f", compressed to {human_size(moved_bytes)} ({done_bytes / moved_bytes:.2f} : 1)"
         yield (
             label,
-            f"{blocks:,} blocks, {human_size(done_bytes)}, {human_size(queued_bytes)} on their way{lately}",
+            f"{blocks:,} blocks, {human_size(done_bytes)}{small * bool(saved_bytes)}, "
+            f"{human_size(queued_bytes)} on their way{lately}",
         )
     yield "forgotten" if disk.shared else "evicted", f"{disk.evicted_blocks:,} blocks"
     if not disk.shared:

@@ -561,6 +561,28 @@ DECLARED = (
         labels=("disk",),
     ),
     _counter(
+        "kvtier_disk_reads",
+        "Reads from a disk that brought blocks into memory, each of them several blocks of one prompt.",
+        "With kvtier_disk_read_seconds: how long a load from this tier takes.",
+        labels=("disk",),
+    ),
+    _counter(
+        "kvtier_disk_read_seconds",
+        "Seconds that these reads took, from when a lookup had them begun until their blocks could be "
+        "loaded.",
+        "Divided by kvtier_disk_reads: how much later than from memory a prompt begins. The load from memory "
+        "itself is in kvtier_transfer_seconds.",
+        labels=("disk",),
+    ),
+    _counter(
+        "kvtier_store_transferred_bytes",
+        "Bytes of blocks that went to the store that hosts share, or came from it, as it has them; only "
+        "with store.url.",
+        "What its network carries. kvtier_disk_written_bytes and kvtier_disk_read_bytes of the same disk, "
+        "divided by it: what store.compression gains.",
+        labels=("disk", "direction"),
+    ),
+    _counter(
         "kvtier_disk_evicted_blocks",
         "Blocks dropped to make room on a disk.",
         "Whether the disk is large enough.",

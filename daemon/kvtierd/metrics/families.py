@@ -231,8 +231,15 @@ def _disks(sheet: Sheet, snapshot: Snapshot) -> None:
         sheet.set("kvtier_disk_corrupt_slots", core.corrupt_slots, path)
         sheet.set("kvtier_disk_written_blocks", counters.written_blocks, path)
         sheet.set("kvtier_disk_written_bytes", counters.written_bytes, path)
+        if disk.shared:
+            put_bytes = counters.written_bytes - counters.written_saved_bytes
+            got_bytes = counters.read_bytes - counters.read_saved_bytes
+            sheet.set("kvtier_store_transferred_bytes", put_bytes, path, "write")
+            sheet.set("kvtier_store_transferred_bytes", got_bytes, path, "read")
         sheet.set("kvtier_disk_read_blocks", counters.read_blocks, path)
         sheet.set("kvtier_disk_read_bytes", counters.read_bytes, path)
+        sheet.set("kvtier_disk_reads", counters.reads, path)
+        sheet.set("kvtier_disk_read_seconds", counters.read_s, path)
         sheet.set("kvtier_disk_evicted_blocks", counters.evicted_blocks, path)
         sheet.set("kvtier_disk_errors", counters.errors, path)
         sheet.set("kvtier_disk_corrupt_blocks", counters.corrupt_blocks, path)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from kvtierd.preflight.asking import ask_module
 from kvtierd.preflight.findings import Finding, Situation, Verdict
+from kvtierd.tiers.store import coding
 
 IMPORT_S = 20.0
 """So long an import of a driver is waited for."""
@@ -18,6 +19,7 @@ def check_store(situation: Situation) -> Iterator[Finding]:
     store = situation.config.store
     if not store.url:
         return
+    yield from _compression(store.compression)
     facts = ask_module("kvtierd.tiers.store", store.url, timeout_s=IMPORT_S)
     if facts is None:
         found = f"its driver could not be imported within {IMPORT_S:.0f} s"
@@ -38,3 +40,17 @@ def check_store(situation: Situation) -> Iterator[Finding]:
         )
     else:
         yield Finding("store", Verdict.OK, f"{store.url}, by {facts['package']}")
+
+
+def _compression(method: str) -> Iterator[Finding]:
+    """Whether blocks can be compressed, if they are to be; and whether those can be read that are."""
+    if coding.has_library():
+        return
+    install = f"install it where the daemon is ({coding.INSTALL})"
+    field = "store.compression"
+    if method != coding.Compression.OFF.value:
+        found = f"blocks cannot be compressed without {coding.LIBRARY}"
+        yield Finding("store", Verdict.FAILURE, found, f"{install}, or leave the setting off", field, method)
+    else:
+        found = f"without {coding.LIBRARY}, blocks that other hosts have compressed are misses"
+        yield Finding("store", Verdict.WARNING, found, install, field, method)

@@ -80,7 +80,7 @@ def _text(each: Explanation, back_s: float) -> str:
         case BlockVerdict.READABLE:
             return "readable now"
         case BlockVerdict.ON_DISK:
-            return "on a disk only: a lookup is told to ask again, and has it promoted"
+            return "on a disk or in the store only: a lookup is told to ask again, and has it promoted"
         case BlockVerdict.BEING_WRITTEN:
             return "being written: ask again"
         case BlockVerdict.EVICTED:

@@ -439,6 +439,7 @@ class _Daemon:
                 image_fd=image.fd,
                 call_deadline_s=store.deadline_s,
                 look_every_s=store.look_every_s,
+                compression=store.compression,
                 deadline_s=config.deadline_s,
             )
         return DiskOptions(

@@ -742,6 +742,7 @@ class DiskJobFinished(google.protobuf.message.Message):
     BUSY_NS_FIELD_NUMBER: builtins.int
     GONE_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    SAVED_BYTES_FIELD_NUMBER: builtins.int
     job: builtins.int
     failed: builtins.bytes
     """u32 positions"""
@@ -755,6 +756,8 @@ class DiskJobFinished(google.protobuf.message.Message):
     """u32 positions, of what a store does not have any more; they are not in failed"""
     refused: builtins.bool
     """Of a WRITE: the error is the answer of a store that does not take it, but may be well otherwise."""
+    saved_bytes: builtins.int
+    """By so many fewer than `bytes` went to or from a store, because it has blocks compressed."""
     def __init__(
         self,
         *,
@@ -766,8 +769,9 @@ class DiskJobFinished(google.protobuf.message.Message):
         busy_ns: builtins.int = ...,
         gone: builtins.bytes = ...,
         refused: builtins.bool = ...,
+        saved_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["busy_ns", b"busy_ns", "bytes", b"bytes", "corrupt", b"corrupt", "error", b"error", "failed", b"failed", "gone", b"gone", "job", b"job", "refused", b"refused"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_ns", b"busy_ns", "bytes", b"bytes", "corrupt", b"corrupt", "error", b"error", "failed", b"failed", "gone", b"gone", "job", b"job", "refused", b"refused", "saved_bytes", b"saved_bytes"]) -> None: ...
 
 global___DiskJobFinished = DiskJobFinished
 

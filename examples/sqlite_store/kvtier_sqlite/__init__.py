@@ -1,7 +1,7 @@
 """A store for kvtier in a SQLite file: `store.url = "sqlite:///srv/kvtier/blocks.db"`.
 
 SQLite's locks need a file system of one machine, so this is for several daemons there. It is also what a
-driver for kvtier consists of: a function that opens a store, four calls, and errors as StoreError.
+driver for kvtier consists of: a function that opens a store, five calls, and errors as StoreError.
 """
 
 import asyncio
@@ -95,6 +95,12 @@ class SqliteStore:
 
         return await self._in_thread(prefix, select)
 
+    async def delete(self, name: str) -> None:
+        def delete(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM objects WHERE name = ?", (name,))
+
+        await self._in_thread(name, delete)
+
     async def close(self) -> None:
         await asyncio.to_thread(self._threads.shutdown)
         for connection in self._connections:
@@ -117,12 +123,26 @@ class SqliteStore:
             found = sqlite3.connect(
                 self._path, timeout=self._deadline_s, isolation_level=None, check_same_thread=False
             )
-            found.execute("PRAGMA journal_mode = WAL")
+            self._use_wal(found)
             found.execute("PRAGMA synchronous = FULL")  # `put` returns when the row is on the disk
             found.execute(_TABLE)
             self._of_thread.connection = found
             self._connections.append(found)
         return found
+
+    def _use_wal(self, connection: sqlite3.Connection) -> None:
+        """Switches to the write-ahead log. If others do that as well, SQLite says at once that the file is
+        locked, whatever the timeout is."""
+        ends_s = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError:
+                if time.monotonic() > ends_s:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
 
 
 @contextmanager

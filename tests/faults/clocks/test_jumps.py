@@ -230,9 +230,15 @@ def wall_clock_readings(source: Path) -> Iterator[str]:
             )
 
 
-READ_IT = {"clients/kvtier_vllm/model/weights.py": 1, "daemon/kvtierd/tiers/store/packed.py": 1}
-"""How often each of these reads the wall clock: file systems take the times of changes from it, and hosts
-that share a store have no other clock in common, by which to name what they put there."""
+READ_IT = {
+    "clients/kvtier_vllm/model/weights.py": 1,
+    "daemon/kvtierd/events/serving.py": 1,
+    "daemon/kvtierd/tiers/store/collector.py": 1,
+    "daemon/kvtierd/tiers/store/packed.py": 1,
+}
+"""How often each of these reads the wall clock: file systems take the times of changes from it, routers are
+told by it when something happened, and hosts that share a store have no other clock in common, by which to
+name what they put there and to see how old that is."""
 
 
 def test_nothing_of_ours_reads_the_wall_clock() -> None:

@@ -157,7 +157,7 @@ class TestPromotion:
         store_all(plain, "more")
         said = kvtierctl(daemon, "explain", value.hex())
         assert said.returncode == 0, said.stderr
-        assert "on a disk only" in said.stdout
+        assert "on a disk or in the store only" in said.stdout
 
     def test_a_drain_for_restart_waits_for_what_is_being_read(
         self, start: Start, tier: Tier, connect: Connect

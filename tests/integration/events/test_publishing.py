@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.integration.stores.conftest import Connect
 from tests.support.daemon import DaemonHost, until
 from tests.support.events import CPU, STORAGE, EventPlace, Subscriber, as_ints, event_place, replay
-from tests.support.hosts import NewHost, below
+from tests.support.hosts import NewHost
 from tests.support.plain_client import BLOCKS, NAMESPACE, PlainClient, block_hashes
 
 SMALL = {"pool__size": "4MiB", "pool__extent_size": "1MiB"}
@@ -31,6 +31,11 @@ def found(client: PlainClient, hashes: list[bytes]) -> set[bytes]:
     """Those of the hashes that the daemon has now, in its memory."""
     states = [client.lookup([each]).hits for each in hashes]
     return {each for each, hit in zip(hashes, states, strict=True) if hit}
+
+
+def on_disk(host: DaemonHost, blocks: int) -> None:
+    """Waits until the only disk has so many blocks."""
+    until(lambda: [disk.blocks for disk in host.status().disks] == [blocks], f"{blocks} are on the disk")
 
 
 def ctl(host: DaemonHost, *arguments: str) -> str:
@@ -98,8 +103,11 @@ def test_a_block_on_a_disk_only(
         assert client.store(HASHES).done
         router.until_has(STORAGE, as_ints(HASHES))
         assert router.only.has(CPU) == as_ints(HASHES)
-        others = fill(client)
-        until(lambda: below(host).blocks == len(HASHES) + len(others), "all are on the disk")
+        others = block_hashes("other", range(4 * BLOCKS))
+        for first in range(0, len(others), BLOCKS):  # each is written before the next ones need its room
+            on_disk(host, len(HASHES) + first)
+            assert client.store(others[first : first + BLOCKS]).done
+        on_disk(host, len(HASHES) + len(others))
         router.until_has(STORAGE, as_ints([*HASHES, *others]))
         assert not router.only.has(CPU) & as_ints(HASHES)
         until(lambda: client.load(HASHES) == len(HASHES), "they come up again")

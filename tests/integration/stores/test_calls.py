@@ -12,6 +12,7 @@ import pytest
 from kvtier_kernels import xxh3_64
 from kvtierd.config.disk import DISK_BYTES_MAX
 from kvtierd.tiers.store import packed, packs
+from kvtierd.tiers.store.coder import Coder
 from kvtierd.tiers.store.objects import Listed, Piece, StoreError, StoreTrouble
 from kvtierd.tiers.store.obstore_store import ObstoreStore
 from kvtierd.tiers.store.packed import FIRST_READ_BYTES, SKEW_S, Block, Shard, Shelf, Wanted
@@ -208,7 +209,7 @@ def test_where_others_put_packs_all_the_time_a_host_does_not_look_all_the_time(s
                 return found
 
         told: list[wire.PackFound] = []
-        shelves = Shelves(Busy(f"s3://{BUCKET}", s3.options(), DEADLINE_S), "", "0000000a")
+        shelves = Shelves(Busy(f"s3://{BUCKET}", s3.options(), DEADLINE_S), "", "0000000a", Coder())
         looks = Looking(shelves, 3_600.0, told.append)
         sizes = np.array([4_096], "<u8").tobytes()
         looks.watch(wire.WatchSpace(space=1, namespace=NAMESPACE, group=0, sizes=sizes))

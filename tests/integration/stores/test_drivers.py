@@ -44,7 +44,7 @@ def test_the_example_keeps_the_contract_as_its_author_would_see_it(example: Path
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "16 passed" in ended.stdout
+    assert "17 passed" in ended.stdout
 
 
 def test_two_hosts_share_blocks_through_the_example(

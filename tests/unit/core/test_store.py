@@ -341,3 +341,41 @@ class TestRefusals:
             refusing.lookup(*THEIRS)
             host.disk.fail(host.disk.open_jobs(DiskJobKind.READ)[0], "no answer in 10 s")
         assert host.disk.status.state == "failing"
+
+
+class TestCompression:
+    """A store may have blocks in fewer bytes than they have here."""
+
+    def test_what_it_saves_is_counted(self, host: StoreHost, one: Instance) -> None:
+        one.stored(1, 2)
+        [job] = host.store.open_jobs(DiskJobKind.WRITE)
+        host.store.finish(job, bytes=8192, saved_bytes=3000)
+        host.evict_host(one)
+        one.lookup(1, 2)
+        [job] = host.store.open_jobs(DiskJobKind.READ)
+        host.store.finish(job, bytes=8192, saved_bytes=2000)
+        counters = host.store.status.counters
+        assert (counters.written_bytes, counters.written_saved_bytes) == (8192, 3000)
+        assert (counters.read_bytes, counters.read_saved_bytes) == (8192, 2000)
+
+    def test_no_job_saves_more_than_it_moves(self, host: StoreHost, one: Instance) -> None:
+        one.stored(1, 2)
+        [job] = host.store.open_jobs(DiskJobKind.WRITE)
+        host.store.finish(job, failed=[1], saved_bytes=1 << 60)
+        counters = host.store.status.counters
+        assert counters.written_bytes == counters.written_saved_bytes == 4096
+
+    def test_only_what_goes_there_counts_against_the_limit(self, table: Any) -> None:
+        """`store.write_bytes_per_s` is for a network, or for who pays for it."""
+        host = StoreHost(table, policy={"write_bytes_per_s": 4 * 4096})
+        one = host.instance()
+        one.stored(*range(4))
+        for job in host.store.open_jobs(DiskJobKind.WRITE):
+            host.store.finish(job)
+        assert host.store.status.write_budget_bytes == 0
+        host.now_s += 1.0
+        one.stored(*range(10, 14))
+        for job in host.store.open_jobs(DiskJobKind.WRITE):
+            count = host.store.core.jobs[job].slots.size  # type: ignore[index]
+            host.store.finish(job, saved_bytes=count * 1024)
+        assert host.store.status.write_budget_bytes == 4 * 1024

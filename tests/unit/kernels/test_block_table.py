@@ -1,7 +1,9 @@
 """What the block table promises beyond its oracle: refusals in words, limits, threads, memory."""
 
+import os
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import kvtier_kernels
@@ -255,6 +257,22 @@ def test_the_memory_of_four_million_blocks_is_bounded_and_only_provided_as_used(
     slot_records = 16
     assert table.stats()["bytes"] / (4 << 20) + slot_records <= 100
     table.insert(1, 0, hashes_of(1000))
+    table.check()
+
+
+def test_a_table_with_room_for_a_quarter_of_a_billion_blocks_takes_memory_for_those_that_it_has() -> None:
+    """Hashes are spread evenly: an index of the full size would get a page for each of the first blocks."""
+
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    table = BlockTable(1 << 28, 1 << 28, seed=3)
+    before = resident()
+    for start in range(0, 20_000, 1_000):
+        entries, _ = table.insert(1, 0, hashes_of(1_000, start))
+        table.attach_slots(entries, np.arange(start + 1, start + 1_001, dtype=np.uint32).reshape(-1, 1) * 16)
+    assert resident() - before < 64 << 20
     table.check()
 
 

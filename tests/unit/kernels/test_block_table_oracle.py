@@ -230,6 +230,8 @@ class Tables(RuleBasedStateMachine):
                 assert following == expected_following
 
 
+NONE = kvtier_kernels.NO_ENTRY
+
 TestTables = Tables.TestCase
 TestTables.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
@@ -253,3 +255,51 @@ def test_a_crowded_index_finds_every_key_after_any_deletions(seed: int, rounds: 
         model.remove(entries)
         assert same(native.lookup(3, universe), model.lookup(3, universe))
     native.check()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, (1 << 64) - 1),
+    order_seed=st.integers(0, (1 << 32) - 1),
+    batches=st.lists(
+        st.tuples(st.integers(1, 900), st.sampled_from([0.0, 0.1, 0.5, 1.0])), min_size=1, max_size=12
+    ),
+    distance=st.sampled_from([1, 2, 16, 37]),
+)
+def test_a_table_that_grows_finds_every_key_and_slot(
+    seed: int, order_seed: int, batches: list[tuple[int, float]], distance: int
+) -> None:
+    """Blocks come in batches of any size, and some go again while the index moves into a larger one."""
+    order = random.Random(order_seed)
+    capacity, pages = 5_000, 1 << 19
+    native = kvtier_kernels.BlockTable(capacity, pages, seed=seed)
+    live: dict[int, int] = {}  # key: entry
+    free = list(range(capacity))
+    order.shuffle(free)
+
+    def keys(numbers: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        out = np.zeros((len(numbers), 32), np.uint8)
+        out[:, 8:12] = np.array(numbers, "<u4").view(np.uint8).reshape(-1, 4)
+        return out
+
+    for number, (count, gone) in enumerate(batches):
+        new = [number * 1_000 + i for i in range(min(count, capacity - len(live)))]
+        entries, created = native.insert(1, 0, keys(new))
+        assert created.all()
+        slots = np.array([1 + 2 * distance * free.pop() for _ in new], np.uint32)
+        if new:
+            native.attach_slots(entries, np.stack([slots, slots + distance], axis=1))
+        live.update(zip(new, entries.tolist(), strict=True))
+        leaving = order.sample(sorted(live), int(gone * len(live)))
+        if leaving:
+            out = np.array([live.pop(key) for key in leaving], np.uint32)
+            free.extend(((native.slots(out, 2)[:, 0] - 1) // (2 * distance)).tolist())
+            native.remove(out)
+        native.check()
+        every = [number * 1_000 + i for number in range(len(batches)) for i in range(900)]
+        found, _ = native.lookup(1, keys(every))
+        assert {key: entry for key, entry in zip(every, found.tolist(), strict=True) if entry != NONE} == live
+        there = np.array(sorted(live.values()), np.uint32)
+        if len(there):
+            owners = native.owners(native.slots(there, 2).ravel())
+            assert owners.tolist() == np.repeat(there, 2).tolist()

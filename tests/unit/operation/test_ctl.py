@@ -81,6 +81,8 @@ def test_people_see_what_each_disk_does_and_what_is_wrong_with_it(status: admin_
         "  promoted   38 blocks, 39 KiB; 40 reported as misses because computing them is faster",
         "Store        s3://kv/blocks  live\n",
         "  known here ",
+        "  written    90 blocks, 91 KiB, compressed to 65 KiB (1.40 : 1), 84 KiB on their way, 953.7 MiB/s",
+        "  read       92 blocks, 93 KiB, compressed to 62 KiB (1.50 : 1), 85 KiB on their way",
         "  forgotten  94 blocks",
     ):
         assert part in text
@@ -305,13 +307,13 @@ class TestExplain:
         prompt = [block("READABLE", "readable now")] * 20 + [
             block("EVICTED", "evicted 9 s ago"),
             block("EVICTED", "evicted 8 s ago"),
-            block("ON_DISK", "on a disk only"),
+            block("ON_DISK", "on a disk or in the store only"),
         ]
         assert plain(explained(prompt, set())).splitlines() == [
             "namespace aa  m  group 0: 21 of 23 blocks can be loaded",
             "  blocks 1 to 20: readable now",
             "  blocks 21 to 22: evicted 9 s ago",
-            "  block 23: on a disk only",
+            "  block 23: on a disk or in the store only",
             "not known in 1 group of namespaces that no attached engine uses; --namespace DIGEST tells about "
             "one of them (`kvtierctl namespaces`)",
         ]

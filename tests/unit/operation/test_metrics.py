@@ -136,6 +136,10 @@ def samples(snapshot: Snapshot) -> dict[str, float]:
         ("kvtier_disk_written_bytes_total{disk=/mnt/a}", 91 << 10),
         ("kvtier_disk_read_blocks_total{disk=/mnt/a}", 92),
         ("kvtier_disk_read_bytes_total{disk=/mnt/a}", 93 << 10),
+        ("kvtier_disk_reads_total{disk=/mnt/a}", 41),
+        ("kvtier_disk_read_seconds_total{disk=/mnt/a}", 2.5),
+        ("kvtier_store_transferred_bytes_total{direction=write,disk=s3://kv/blocks}", 65 << 10),
+        ("kvtier_store_transferred_bytes_total{direction=read,disk=s3://kv/blocks}", 62 << 10),
         ("kvtier_disk_evicted_blocks_total{disk=/mnt/a}", 94),
         ("kvtier_disk_errors_total{disk=/mnt/a}", 96),
         ("kvtier_disk_corrupt_blocks_total{disk=/mnt/b}", 3),
@@ -201,6 +205,7 @@ def test_the_documentation_has_the_list_as_it_is() -> None:
 def test_what_is_not_so_is_not_shown() -> None:
     found = samples(busy_snapshot())
     assert f"kvtier_worker_live{{device={IDLE_GPU}}}" not in found, "nobody needs one: no alarm"
+    assert "kvtier_store_transferred_bytes_total{direction=read,disk=/mnt/a}" not in found, "it is no store"
     assert "kvtier_pool_registered_bytes{device=cpu}" not in found
     assert "kvtier_device_mapped_bytes{device=disk-0}" not in found, "it maps nothing of engines"
 

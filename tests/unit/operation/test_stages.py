@@ -107,3 +107,52 @@ def test_files_and_processes_of_another_run_are_left_alone(tmp_path: Path) -> No
             assert process.wait(DEADLINE_S) == -signal.SIGKILL
         finally:
             process.kill()
+
+
+RESUMED = """
+import pathlib, sys
+from tools import stages
+stages.LOGS = pathlib.Path(sys.argv[1]) / "build"
+stages.REPO = pathlib.Path(sys.argv[1])
+stages.LOGS.mkdir(exist_ok=True)
+count = ["sh", "-c", "echo x >> build/runs; test ! -e build/fails"]
+sys.exit(stages.run_all([stages.Stage("stage", count, "It holds.")]))
+"""
+
+
+def test_what_has_passed_on_this_tree_need_not_be_repeated(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        name = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *name, *arguments], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+    def runs_after(*, resume: bool = True, status: int = 0) -> int:
+        environment = os.environ | {"PYTHONPATH": str(REPO)} | ({"KVTIER_RESUME": "1"} if resume else {})
+        ended = subprocess.run(
+            [sys.executable, "-c", RESUMED, str(tmp_path)],
+            cwd=tmp_path,
+            env=environment,
+            check=False,
+            capture_output=True,
+            timeout=DEADLINE_S,
+        )
+        assert ended.returncode == status, ended.stderr
+        return len((tmp_path / "build" / "runs").read_text().split())
+
+    git("init")
+    (tmp_path / ".gitignore").write_text("build/\n")
+    git("add", ".")
+    git("commit", "-m", "one")
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "fails").touch()
+    assert runs_after(status=1) == 1
+    assert runs_after(status=1) == 2, "what has failed is repeated"
+    (tmp_path / "build" / "fails").unlink()
+    assert runs_after() == 3
+    assert runs_after() == 3, "it has passed"
+    assert runs_after(resume=False) == 4, "only whoever asks for it leaves something out"
+    (tmp_path / "changed").touch()
+    assert runs_after() == 5, "something is not committed"
+    git("add", ".")
+    git("commit", "-m", "two")
+    assert runs_after() == 6, "another tree"
+    assert runs_after() == 6

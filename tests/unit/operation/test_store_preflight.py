@@ -14,9 +14,13 @@ from kvtierd.preflight.findings import Finding, Situation, Verdict
 from tests.support.drivers import write_driver
 
 
+def findings(url: str, *options: tuple[str, str], compression: str = "off") -> list[Finding]:
+    config = Config(store=StoreConfig(url=url, options=options, compression=compression))
+    return list(store.check_store(Situation(Loaded(config, {}, None), None, True)))
+
+
 def finding(url: str, *options: tuple[str, str]) -> Finding:
-    config = Config(store=StoreConfig(url=url, options=options))
-    [found] = store.check_store(Situation(Loaded(config, {}, None), None, True))
+    [found] = findings(url, *options)
     return found
 
 
@@ -80,3 +84,15 @@ def test_one_whose_import_hangs_is_waited_for_no_longer_than_a_while(
     monkeypatch.setattr(store, "IMPORT_S", 0.5)
     found = finding("slow://x")
     assert (found.verdict, "could not be imported within" in found.found) == (Verdict.WARNING, True)
+
+
+def test_who_is_to_compress_needs_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [each.verdict for each in findings(tmp_path.as_uri(), compression="zstd")] == [Verdict.OK]
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    found, _ = findings(tmp_path.as_uri(), compression="zstd")
+    assert (found.verdict, found.field, found.value) == (Verdict.FAILURE, "store.compression", "zstd")
+    assert found.found == "blocks cannot be compressed without zstandard"
+    assert "pip install 'zstandard>=" in found.remedy
+    found, _ = findings(tmp_path.as_uri())
+    assert (found.verdict, found.field) == (Verdict.WARNING, "store.compression")
+    assert found.found == "without zstandard, blocks that other hosts have compressed are misses"

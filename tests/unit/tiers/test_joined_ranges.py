@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtierd.tiers.store.obstore_store import COALESCED_BYTES, SPAN_BYTES_MAX, _joined
+from kvtierd.tiers.store.obstore_store import COALESCED_BYTES, SPAN_BYTES_MAX
+from kvtierd.tiers.store.spans import joined
 
 MIB = 1 << 20
 RANGES = st.lists(st.tuples(st.integers(0, 40 * MIB), st.integers(1, 3 * MIB)), max_size=20)
@@ -12,7 +13,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 40 * MIB), st.integers(1, 3 * MIB)), 
 
 @given(RANGES)
 def test_each_range_lies_in_one_span_and_spans_are_bounded(ranges: list[tuple[int, int]]) -> None:
-    spans = _joined(ranges)
+    spans = joined(ranges, COALESCED_BYTES, SPAN_BYTES_MAX)
     assert sorted(place for span in spans for place in span.places) == list(range(len(ranges)))
     for span in spans:
         parts = [ranges[place] for place in span.places]
@@ -25,7 +26,7 @@ def test_each_range_lies_in_one_span_and_spans_are_bounded(ranges: list[tuple[in
 
 def test_neighbours_are_one_read_and_others_are_not() -> None:
     def spans(*ranges: tuple[int, int]) -> list[tuple[int, int]]:
-        return [(span.begin, span.end) for span in _joined(ranges)]
+        return [(span.begin, span.end) for span in joined(ranges, COALESCED_BYTES, SPAN_BYTES_MAX)]
 
     assert spans((4_096, 100), (0, 4_096)) == [(0, 4_196)]
     assert spans((0, 10), (10 + COALESCED_BYTES, 5)) == [(0, 15 + COALESCED_BYTES)]

@@ -92,6 +92,24 @@ class TakesOthersBytes(InMemory):
         return await super().put(name, [memoryview(self.latest)])
 
 
+class KeepsWhatIsDeleted(InMemory):
+    async def delete(self, name: str) -> None:
+        await asyncio.sleep(0)
+
+
+class DeletesTooMuch(InMemory):
+    async def delete(self, name: str) -> None:
+        await asyncio.sleep(0)
+        for each in [each for each in self.objects if each.startswith(name[:-1])]:
+            del self.objects[each]
+
+
+class DeletesOnce(InMemory):
+    async def delete(self, name: str) -> None:
+        await asyncio.sleep(0)
+        del self.objects[name]
+
+
 FAULTS: list[tuple[type[InMemory], contract.Check]] = [
     (Overwrites, contract.an_object_is_made_once),
     (Races, contract.an_object_is_made_once),
@@ -104,6 +122,9 @@ FAULTS: list[tuple[type[InMemory], contract.Check]] = [
     (ListsBeside, contract.objects_are_listed_in_the_order_of_their_names),
     (ListsFiveHundred, contract.a_listing_goes_on_where_the_last_one_ended),
     (ListsLate, contract.what_one_host_puts_another_has_at_once),
+    (KeepsWhatIsDeleted, contract.what_was_deleted_has_gone_and_nothing_else),
+    (DeletesTooMuch, contract.what_was_deleted_has_gone_and_nothing_else),
+    (DeletesOnce, contract.what_was_deleted_has_gone_and_nothing_else),
     (HoldsUpTheLoop, contract.calls_do_not_hold_up_the_event_loop),
     (TakesOthersBytes, contract.many_calls_at_once_do_not_disturb_each_other),
 ]

@@ -20,6 +20,7 @@ class Store:
     async def read(self, name, begin, size_bytes): ...
     async def read_ranges(self, name, ranges): ...
     async def list(self, prefix, after="", limit=1000): ...
+    async def delete(self, name): ...
     async def close(self): ...
 
 def open_store(url, options, deadline_s):
@@ -42,10 +43,11 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_kvtiers_own_drivers_are_declared_like_any_other(tmp_path: Path) -> None:
-    own = ["abfss", "az", "file", "gs", "https", "s3"]
+    own = ["abfss", "az", "file", "gs", "https", "mooncake", "s3"]
     assert schemes() == own
     assert {find_driver(f"{scheme}://x").value for scheme in own} == {
-        "kvtierd.tiers.store.obstore_store:open_store"
+        "kvtierd.tiers.store.mooncake_store:open_store",
+        "kvtierd.tiers.store.obstore_store:open_store",
     }
     assert isinstance(open_driver(tmp_path.as_uri(), {}, 1.0), ObstoreStore)
 
@@ -69,7 +71,7 @@ def test_an_unknown_scheme_is_told_which_there_are_and_what_to_install(write: st
     refusal = refusal_of("redis://host/0")
     assert refusal.reason is Reason.MODE_UNSUPPORTED
     assert "redis://" in refusal.message
-    assert "abfss, az, file, gs, https, mine, s3:" in refusal.message
+    assert "abfss, az, file, gs, https, mine, mooncake, s3:" in refusal.message
     assert "'redis' in the entry points 'kvtier.stores'" in refusal.message
 
 

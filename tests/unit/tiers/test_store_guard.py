@@ -30,6 +30,9 @@ class Answering:
     async def list(self, prefix: str, after: str = "", limit: int = 1_000) -> Any:
         return await self._call()
 
+    async def delete(self, name: str) -> None:
+        await self._call()
+
     async def close(self) -> None:
         await self._call()
 

@@ -270,12 +270,14 @@ def test_what_a_disk_s_worker_reports_arrives_whole() -> None:
         corrupt=np.array([1, 0], "<u4").tobytes(),
         error="EIO",
         bytes=2**40,
+        saved_bytes=2**39,
         busy_ns=1_500_000_000,
         gone=np.array([2], "<u4").tobytes(),
     )
     found = supervisor.disk_job_finished(WorkerId(4), report)
     assert (found.worker, found.job, found.failed.tolist(), found.corrupt.tolist()) == (4, 7, [3], [1, 0])
     assert (found.error, found.bytes, found.busy_s, found.gone.tolist()) == ("EIO", 2**40, 1.5, [2])
+    assert found.saved_bytes == 2**39
     assert not found.refused
     assert supervisor.disk_job_finished(WorkerId(4), wire.DiskJobFinished(job=7, refused=True)).refused
     with pytest.raises(ValueError):

@@ -281,7 +281,19 @@ class DiskJobs:
             corrupt = gone = _NO_SLOTS
         good: Mask = np.logical_and.reduce(flat.reshape(n, world), axis=1)
         self._end(disk, job, Event.DONE, good, corrupt, gone, unreadable=not disk.shared)
+        self._count_saved(disk, job, stimulus.saved_bytes)
         return disk, job
+
+    @staticmethod
+    def _count_saved(disk: Disk, job: DiskJob, saved_bytes: int) -> None:
+        """So many bytes of a job did not go to or from a store, because it has them compressed."""
+        saved_bytes = min(saved_bytes, job.good * job.domain.block_bytes)
+        if job.kind is DiskJobKind.WRITE:
+            disk.tally.written_saved_bytes += saved_bytes
+            # Before a block is compressed, nobody knows how short it becomes.
+            disk.budget.spend(-saved_bytes)
+        elif job.kind is DiskJobKind.READ:
+            disk.tally.read_saved_bytes += saved_bytes
 
     def _find(self, stimulus: DiskJobFinished) -> tuple[Disk | None, DiskJob | None]:
         for disk in self._core.below.all:
@@ -379,6 +391,9 @@ class DiskJobs:
         if disk.shared:
             # With its worker, what that knew of the job's blocks is gone as well.
             self._forget(disk, job.entries if job.state is DiskJobState.FAILED else lost)
+        if job.good:
+            disk.tally.reads += 1
+            disk.tally.read_s += self._core.now_s - job.posted_s
         read_bytes = job.good * domain.block_bytes
         disk.tally.read_blocks += job.good
         disk.tally.read_bytes += read_bytes

@@ -38,7 +38,7 @@ class BlockVerdict(Enum):
 
     READABLE = "readable"
     ON_DISK = "on disk"
-    """It is on a disk only: a lookup would return PENDING, and promote it."""
+    """It is on a disk or in the store only: a lookup would return PENDING, and promote it."""
     BEING_WRITTEN = "being written"
     EVICTED = "evicted"
     STORE_ENDED = "store ended"

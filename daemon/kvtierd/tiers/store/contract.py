@@ -28,6 +28,7 @@ from kvtierd.tiers.store.objects import ObjectStore, OpenStore, StoreError, Stor
 
 DEADLINE_S: Final = 60.0
 """For each call. A driver that needs more of it than a few percent is too slow to be of use."""
+METHODS: Final = ("put", "read", "read_ranges", "list", "delete", "close")
 MIB: Final = 1 << 20
 Result = TypeVar("Result")
 
@@ -76,7 +77,7 @@ def run(
 
 def _opened(open_store: OpenStore, url: str, options: Mapping[str, str], deadline_s: float) -> ObjectStore:
     store = open_store(url, options, deadline_s)
-    missing = [name for name in ("put", "read", "read_ranges", "list", "close") if not hasattr(store, name)]
+    missing = [name for name in METHODS if not hasattr(store, name)]
     promise(not missing, f"a store has all methods of ObjectStore, and {missing} are missing")
     return store
 
@@ -208,6 +209,24 @@ async def what_one_host_puts_another_has_at_once(hosts: Hosts) -> None:
         promise(read.data == b"%d" % number, "what one host has put, another reads")
 
 
+async def what_was_deleted_has_gone_and_nothing_else(hosts: Hosts) -> None:
+    names = [f"{hosts.prefix}{number:04}" for number in range(3)]
+    for name in names:
+        await hosts.one.put(name, _parts(name.encode()))
+    await hosts.other.delete(names[1])
+    promise(
+        await trouble_of(hosts.one.read(names[1], 0, 8)) is StoreTrouble.MISSING,
+        "what one host has deleted is MISSING for every host",
+    )
+    listed = [each.name for each in await hosts.one.list(hosts.prefix)]
+    promise(listed == [names[0], names[2]], "what was deleted is not listed, and everything else is")
+    await hosts.one.delete(names[1])
+    await hosts.one.delete(f"{hosts.prefix}never")
+    made = await hosts.one.put(names[1], _parts(b"again"))
+    promise(made, "a name whose object was deleted can be put again")
+    promise((await hosts.other.read(names[1], 0, 8)).data == b"again", "what is put then is what is read")
+
+
 async def an_object_is_there_whole_or_not_at_all(hosts: Hosts) -> None:
     data = os.urandom(MIB) * 8
     names = [f"{hosts.prefix}{number:04}" for number in range(3)]
@@ -283,6 +302,8 @@ async def calls_do_not_hold_up_the_event_loop(hosts: Hosts) -> None:
         await goes_on_during(hosts.bare.read(name, 0, len(data)), "read")
         await goes_on_during(hosts.bare.read_ranges(name, [(0, len(data))]), "read_ranges")
         await goes_on_during(hosts.bare.list(hosts.prefix), "list")
+        await hosts.bare.put(f"{hosts.prefix}other", _parts(data))
+        await goes_on_during(hosts.bare.delete(f"{hosts.prefix}other"), "delete")
     finally:
         counting.cancel()
 
@@ -301,6 +322,7 @@ CHECKS: Final[Sequence[Check]] = (
     objects_are_listed_in_the_order_of_their_names,
     a_listing_goes_on_where_the_last_one_ended,
     what_one_host_puts_another_has_at_once,
+    what_was_deleted_has_gone_and_nothing_else,
     an_object_is_there_whole_or_not_at_all,
     a_put_that_is_cancelled_leaves_no_half_object,
     many_calls_at_once_do_not_disturb_each_other,

@@ -76,6 +76,9 @@ class GuardedStore:
             last = each.name
         return found
 
+    async def delete(self, name: str) -> None:
+        await self._call(name, lambda: self._store.delete(name))
+
     async def close(self) -> None:
         await self._call("", lambda: self._store.close())
 

@@ -80,6 +80,10 @@ class ObjectStore(Protocol):
         """The first objects, in the order of their names, whose names begin with `prefix`, which ends with a
         slash, and come after `after`. What was put before the call is there."""
 
+    async def delete(self, name: str) -> None:
+        """Removes an object; nothing happens if there is none. Who reads it meanwhile gets all of it, or
+        MISSING. A store may refuse that as LATE while somebody reads it. Only `kvtierd collect` calls it."""
+
     async def close(self) -> None:
         """Ends connections. No other call may be under way, and none may follow. A process that ends at once
         does not call it."""

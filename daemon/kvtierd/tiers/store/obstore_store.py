@@ -6,12 +6,12 @@ pyproject.toml declares its entry points, as any other package would declare its
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final
 
 from kvtierd.tiers.store.objects import Listed, Piece, StoreError, StoreTrouble
+from kvtierd.tiers.store.spans import joined
 
 try:
     import obstore
@@ -110,7 +110,7 @@ class ObstoreStore:
                 return Piece(bytes(await answer.bytes_async()), answer.meta["size"])
 
     async def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        spans = _joined(ranges)
+        spans = joined(ranges, COALESCED_BYTES, SPAN_BYTES_MAX)
         with _troubles(name):
             async with asyncio.timeout(self._deadline_s):
                 # obstore joins neighbours as well, but panics where an object ends before one of them begins.
@@ -157,33 +157,14 @@ class ObstoreStore:
         for row in sorted(rows, key=lambda row: row.name):
             yield row
 
+    async def delete(self, name: str) -> None:
+        with _troubles(name):
+            async with asyncio.timeout(self._deadline_s):
+                with suppress(FileNotFoundError):
+                    await obstore.delete_async(self._store, name)
+
     async def close(self) -> None:
         del self._store
-
-
-@dataclass(slots=True)
-class _Span:
-    """Bytes that are read at once, and for which of the ranges."""
-
-    begin: int
-    end: int
-    places: list[int]
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[_Span]:
-    """Ranges with little between them are read together, up to SPAN_BYTES_MAX."""
-    spans: list[_Span] = []
-    for place in sorted(range(len(ranges)), key=lambda place: ranges[place][0]):
-        begin, size_bytes = ranges[place]
-        end = begin + size_bytes
-        last = spans[-1] if spans else None
-        near = last is not None and begin - last.end <= COALESCED_BYTES and end - last.begin <= SPAN_BYTES_MAX
-        if last is not None and near:
-            last.end = max(last.end, end)
-            last.places.append(place)
-        else:
-            spans.append(_Span(begin, end, [place]))
-    return spans
 
 
 @contextmanager

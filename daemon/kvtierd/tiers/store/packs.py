@@ -25,6 +25,7 @@ MAGIC: Final = b"KVTIERP1"
 VERSION: Final = 1
 ALIGNMENT: Final = 4_096
 DIGEST_BYTES: Final = 16
+HASH_BYTES: Final = 32
 RECORDS_MAX: Final = 1 << 16
 """In one pack: a head is at most 4.5 MiB."""
 PACK_BYTES_MAX: Final = 1 << 30
@@ -44,7 +45,7 @@ HEAD: Final = np.dtype(
 )
 RECORD: Final = np.dtype(
     [
-        ("hash", "u1", 32),
+        ("hash", "u1", HASH_BYTES),
         ("shard", "<u2"),
         ("world", "<u2"),
         ("coding", "<u4"),
@@ -54,7 +55,8 @@ RECORD: Final = np.dtype(
         ("checksum", "<u8"),
     ]
 )
-"""`stored_bytes` are there from `offset` on, and become `data_bytes`, with that checksum, by `coding`."""
+"""`stored_bytes` are there from `offset` on, and become `data_bytes`, with that checksum, by `coding`
+(`coding.py`)."""
 RAW: Final = 0
 """The coding of bytes that are stored as they are."""
 

@@ -51,6 +51,8 @@ class SlotJob:
     corrupt: list[Rows] = field(default_factory=list)
     error: str = ""
     moved_bytes: int = 0
+    saved_bytes: int = 0
+    """By so many fewer bytes than `moved_bytes` went to or from a store, because it has blocks compressed."""
     busy_ns: int = 0
     pack: int = 0
     """ADOPT: the number of what was found."""
@@ -86,6 +88,7 @@ class SlotJob:
             corrupt=corrupt.astype("<u4").tobytes(),
             error=self.error,
             bytes=self.moved_bytes,
+            saved_bytes=self.saved_bytes,
             busy_ns=self.busy_ns,
             gone=np.setdiff1d(_positions(self.gone), corrupt).astype("<u4").tobytes(),
             refused=self.refused,

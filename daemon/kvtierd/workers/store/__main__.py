@@ -18,6 +18,8 @@ from kvtier_kernels import PoolRecords, format_pool
 from kvtierd.core.errors import Refusal
 from kvtierd.memory.pool_file import config_digest, memory_end
 from kvtierd.tiers.disk.image import disk_geometry
+from kvtierd.tiers.store.coder import Coder
+from kvtierd.tiers.store.coding import Compression
 from kvtierd.tiers.store.drivers import open_driver
 from kvtierd.tiers.store.guarded import GuardedStore
 from kvtierd.wire import worker_pb2 as wire
@@ -84,6 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--writes", type=int, default=4, help="jobs that write at once")
     parser.add_argument("--call-deadline-s", type=float, required=True, help="for each call of the store")
     parser.add_argument("--look-every-s", type=float, required=True, help="for what other hosts have put")
+    methods = [each.value for each in Compression]
+    parser.add_argument(
+        "--compression", choices=methods, default=Compression.OFF.value, help="of what is put"
+    )
     parser.add_argument("--operation-deadline-s", type=float, required=True)
     first = parser.add_mutually_exclusive_group(required=True)
     first.add_argument("--load", action="store_true", help="make the image")
@@ -107,7 +113,8 @@ def _maker(inherited: Inheritance, stuck: threading.Event) -> Make:
     if arguments.load:
         format_pool(array, geometry.extent_bytes, geometry.extents, config_digest(geometry))
     image = PoolRecords(array)
-    shelves = Shelves(store, arguments.prefix, arguments.host)
+    coder = Coder(Compression(arguments.compression))
+    shelves = Shelves(store, arguments.prefix, arguments.host, coder)
     pool = np.frombuffer(inherited.pool, np.uint8)
 
     def make(send: Callable[[wire.ToFront], None]) -> tuple[StoreMover, Looking]:

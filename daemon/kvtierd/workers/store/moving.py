@@ -16,9 +16,9 @@ from kvtier_kernels import PoolRecords
 
 from kvtierd.core.actions import DiskJobKind
 from kvtierd.core.ids import PAGE_BYTES
-from kvtierd.tiers.store import packs
+from kvtierd.tiers.store.coding import readable
 from kvtierd.tiers.store.objects import StoreError, StoreTrouble
-from kvtierd.tiers.store.packed import Block, PackNews, Shard, Shelf, Wanted
+from kvtierd.tiers.store.packed import FOLLOWED_MAX, Block, PackNews, Shard, Shelf, Wanted
 from kvtierd.workers.disk.jobs import U64, Rows, SlotJob
 from kvtierd.workers.disk.moving import Bytes, pair
 from kvtierd.workers.store import records
@@ -88,7 +88,7 @@ class StoreMover:
         same = (where < len(found.pack.records)) & (mine["hash"] == theirs["hash"]).all(axis=1)
         for name in ("shard", "world", "data_bytes"):
             same &= mine[name] == theirs[name]
-        same &= (theirs["coding"] == packs.RAW) & (theirs["stored_bytes"] == theirs["data_bytes"])
+        same &= readable(theirs)
         rows, where, theirs = rows[same], where[same], theirs[same]
         job.fail(np.setdiff1d(np.arange(len(job)), rows))
         job.done = len(job)
@@ -159,12 +159,15 @@ class StoreMover:
             if trouble is not None:
                 job.fail(rows, str(trouble), refused=trouble.trouble is not StoreTrouble.LATE)
                 continue
-            where = [put.records[place] + np.arange(len(some[place].rows)) for place in places]
+            where = np.concatenate(
+                [put.records[place] + np.arange(len(some[place].rows)) for place in places]
+            ).astype(np.uint32)
             slots = job.disk_slots[rows]
-            pack = KnownPack(shelf, put.name)
-            self._locations.set(slots, pack, np.concatenate(where).astype(np.uint32))
+            self._locations.set(slots, KnownPack(shelf, put.name), where)
             self._image.commit(slots, job.clocks[rows])
-            job.moved_bytes += sum(some[place].block_bytes for place in places)
+            moved_bytes = sum(some[place].block_bytes for place in places)
+            job.moved_bytes += moved_bytes
+            job.saved_bytes += moved_bytes - int(put.pack.records["stored_bytes"][where].sum())
 
     def _copied(self, job: SlotJob, rows: Rows) -> list[memoryview]:
         """The bytes of the host's slots, one for each row."""
@@ -244,7 +247,10 @@ class StoreMover:
         order = np.argsort(read)
         return read[order], sums[order]
 
-    async def _get_of_pack(self, job: SlotJob, number: int, target: _Target) -> tuple[Rows, U64]:
+    async def _get_of_pack(
+        self, job: SlotJob, number: int, target: _Target, follow: int = FOLLOWED_MAX
+    ) -> tuple[Rows, U64]:
+        """Reads blocks of one pack. If it has gone, notes are followed, `follow` of them."""
         rows = np.concatenate(target.rows)
         nothing = np.empty(0, np.int64), np.empty(0, np.uint64)
         pack = self._locations.pack(number)
@@ -252,20 +258,64 @@ class StoreMover:
             job.gone.append(rows)
             return nothing
         try:
-            sums = await pack.shelf.get(pack.name, target.wanted)
+            found = await pack.shelf.get(pack.name, target.wanted)
         except StoreError as error:
-            if error.trouble is StoreTrouble.MISSING:
-                job.gone.append(rows)
-            else:
+            if error.trouble is not StoreTrouble.MISSING:
                 job.fail(rows, str(error))
-            return nothing
-        read = [each for each, got in zip(target.rows, sums, strict=True) if got is not None]
-        job.gone += [each for each, got in zip(target.rows, sums, strict=True) if got is None]
+                return nothing
+            if not follow:
+                job.gone.append(rows)
+                return nothing
+            return await self._get_moved(job, pack, target, follow - 1)
+        read = [each for each, got in zip(target.rows, found, strict=True) if got is not None]
+        job.gone += [each for each, got in zip(target.rows, found, strict=True) if got is None]
         if not read:
             return nothing
-        got = np.array([each for some in sums if some is not None for each in some], np.uint64)
-        job.moved_bytes += sum(len(into) for one in target.wanted for into in one.into)
-        return np.concatenate(read), got
+        sums = np.array([each for got in found if got is not None for each in got.sums], np.uint64)
+        for one, got in zip(target.wanted, found, strict=True):
+            if got is not None:
+                moved_bytes = sum(map(len, one.into))
+                job.moved_bytes += moved_bytes
+                job.saved_bytes += moved_bytes - got.stored_bytes
+        return np.concatenate(read), sums
+
+    async def _get_moved(
+        self, job: SlotJob, gone: KnownPack, target: _Target, follow: int
+    ) -> tuple[Rows, U64]:
+        """Reads blocks whose pack has gone from where a collector has put them, and remembers that."""
+        try:
+            places = await gone.shelf.moved(gone.name, target.wanted)
+        except StoreError as error:
+            job.fail(np.concatenate(target.rows), str(error))
+            return np.empty(0, np.int64), np.empty(0, np.uint64)
+        by_name: dict[str, _Target] = {}
+        for rows, one, place in zip(target.rows, target.wanted, places, strict=True):
+            slots, generations = job.disk_slots[rows], job.disk_generations[rows]
+            # No other task runs from here until the location is set.
+            is_same = (
+                place is not None
+                and bool((self._image.check(slots, generations) == 1).all())
+                and records.read(self._image, slots)["checksum"].tolist() == list(place.checksums)
+            )
+            if place is None or not is_same:
+                job.gone.append(rows)
+                continue
+            where = (place.record + np.arange(len(rows))).astype(np.uint32)
+            self._locations.set(slots, KnownPack(gone.shelf, place.name), where)
+            moved = by_name.setdefault(place.name, _Target([], []))
+            moved.rows.append(rows)
+            moved.wanted.append(Wanted(one.hash, place.record, one.into))
+        numbers = {
+            name: int(self._locations.of(job.disk_slots[moved.rows[0]])[0][0])
+            for name, moved in by_name.items()
+        }
+        parts = [
+            await self._get_of_pack(job, numbers[name], moved, follow) for name, moved in by_name.items()
+        ]
+        return (
+            np.concatenate([np.empty(0, np.int64), *(part[0] for part in parts)]),
+            np.concatenate([np.empty(0, np.uint64), *(part[1] for part in parts)]),
+        )
 
     @staticmethod
     def _keep(job: SlotJob, rows: Rows, verdicts: npt.NDArray[np.uint8]) -> Rows:

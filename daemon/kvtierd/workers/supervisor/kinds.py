@@ -112,6 +112,8 @@ class StoreOptions:
     """How often it is looked for what other hosts have put there."""
     deadline_s: float
     """The worker is killed if its event loop does not come round for so long."""
+    compression: str = "off"
+    """As in `store.compression`."""
 
     @property
     def device(self) -> str:
@@ -131,6 +133,7 @@ class StoreOptions:
                 "--host": self.host,
                 "--call-deadline-s": self.call_deadline_s,
                 "--look-every-s": self.look_every_s,
+                "--compression": self.compression,
                 "--operation-deadline-s": self.deadline_s,
                 "--load" if first else "--keep": None,
             },

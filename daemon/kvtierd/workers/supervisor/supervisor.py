@@ -247,6 +247,7 @@ def disk_job_finished(worker: WorkerId, message: wire.DiskJobFinished) -> stimul
         corrupt=np.frombuffer(message.corrupt, "<u4").astype(np.uint32, copy=False),
         error=message.error,
         bytes=message.bytes,
+        saved_bytes=message.saved_bytes,
         busy_s=message.busy_ns / 1e9,
         gone=np.frombuffer(message.gone, "<u4").astype(np.uint32, copy=False),
         refused=message.refused,
