@@ -29,7 +29,8 @@ from kvtierd.config.people import (
 from kvtierd.config.reading import CONFIG_VARIABLE, Reading
 from kvtierd.config.remote import RemoteConfig, check_remote
 from kvtierd.config.settings import ConfigError, Given
-from kvtierd.config.store import StoreConfig, check_store
+from kvtierd.config.store import StoreConfig, check_store, is_secret
+from kvtierd.config.store import options as store_options
 from kvtierd.core.stimuli import CoreIntegrity, CoreLimits, PoolPolicy, Verify
 from kvtierd.workers.lane_chunks import LaneChunks, Pacing
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
@@ -507,7 +508,8 @@ def _check(config: Config, refuse: Refuse) -> None:
 
 
 def show(loaded: Loaded) -> str:
-    """The whole configuration as TOML that `--config` can read, with each setting's sentence and origin."""
+    """The whole configuration as TOML that `--config` can read, with each setting's sentence and origin. Of
+    the options of a store, those that are secrets are left out, and named."""
     lines: list[str] = [f"# Sizes: {s.SIZE_FORMS}."]
     section = ""
     sentences = dict(s.section_sentences(Config))
@@ -516,10 +518,10 @@ def show(loaded: Loaded) -> str:
             section = item.section
             lines += ["", f"# {sentences[section]}", f"[{section}]"]
         value = getattr(getattr(loaded.config, item.section), item.name)
-        lines += [
-            f"# {item.sentence} ({_origin(loaded, item, value)})",
-            f"{item.name} = {as_toml(item, value)}",
-        ]
+        origin = _origin(loaded, item, value)
+        if item.parse is store_options and (hidden := [name for name, _ in value if is_secret(name)]):
+            origin += f"; not shown: {', '.join(hidden)}"
+        lines += [f"# {item.sentence} ({origin})", f"{item.name} = {as_toml(item, value)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -534,13 +536,20 @@ def _origin(loaded: Loaded, item: s.Setting, value: Any) -> str:
 
 
 def as_toml(item: s.Setting, value: Any) -> str:
-    """Writes a value as a configuration file would have it."""
+    """Writes a value as a configuration file would have it, without the secrets of a store."""
     if item.parse is s.size:
         return json.dumps(s.format_size(value)) if value else "0"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
+    if item.parse is store_options:
+        pairs = [
+            f"{json.dumps(name)} = {json.dumps(told, ensure_ascii=False)}"
+            for name, told in value
+            if not is_secret(name)
+        ]
+        return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
     if isinstance(value, tuple):
         return json.dumps([str(each) for each in value], ensure_ascii=False)
     return json.dumps("" if value is None else str(value), ensure_ascii=False)

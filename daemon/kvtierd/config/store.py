@@ -14,6 +14,7 @@ from kvtierd.tiers.store.drivers import find_driver
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 _OPTION = re.compile(r"([a-z][a-z0-9_]*)=(.*)")
+_SECRETS = ("secret", "token", "password", "key")
 _STORE = CoreDisks()
 
 
@@ -41,6 +42,11 @@ def options(raw: object) -> tuple[tuple[str, str], ...]:
             raise ValueError(f"{part.strip()}: write NAME=VALUE, for example endpoint=https://minio:9000")
         found.append((match[1], match[2]))
     return tuple(sorted(found))
+
+
+def is_secret(option: str) -> bool:
+    """Whether the value of an option of this name is nobody's business."""
+    return any(part in option for part in _SECRETS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@ not asked, because a daemon serves without it."""
 
 from collections.abc import Iterator
 
+from kvtierd.config.store import is_secret
 from kvtierd.preflight.asking import ask_module
 from kvtierd.preflight.findings import Finding, Situation, Verdict
 from kvtierd.tiers.store import coding
@@ -10,7 +11,6 @@ from kvtierd.tiers.store import coding
 IMPORT_S = 20.0
 """So long an import of a driver is waited for."""
 MEND = "install what it lacks where the daemon is, or leave the setting empty"
-SECRETS = ("secret", "token", "password", "key")
 
 
 def check_store(situation: Situation) -> Iterator[Finding]:
@@ -28,7 +28,7 @@ def check_store(situation: Situation) -> Iterator[Finding]:
     if "error" in facts:
         yield Finding("store", Verdict.FAILURE, facts["error"], MEND, "store.url", store.url)
         return
-    secret = [name for name, _ in store.options if any(part in name for part in SECRETS)]
+    secret = [name for name, _ in store.options if is_secret(name)]
     if secret:
         yield Finding(
             "store",

@@ -181,6 +181,20 @@ def test_what_show_prints_is_what_the_file_would_say(tmp_path: Path) -> None:
     assert str(file) in config.show(again)
 
 
+def test_show_prints_what_a_store_is_told_but_for_its_secrets(tmp_path: Path) -> None:
+    options = "endpoint=https://minio:9000,region=x,access_key_id=AKIA,secret_access_key=hidden"
+    loaded = config.load(None, {"store.url": "s3://kv/a", "store.options": options}, {})
+    text = config.show(loaded)
+    assert 'options = { "endpoint" = "https://minio:9000", "region" = "x" }' in text
+    assert "(--store-options; not shown: access_key_id, secret_access_key)" in text
+    assert "AKIA" not in text
+    assert "hidden" not in text
+    file = tmp_path / "shown.toml"
+    file.write_text(text)
+    again = config.load(file, None, {}).config.store
+    assert dict(again.options) == {"endpoint": "https://minio:9000", "region": "x"}
+
+
 class TestCommands:
     def test_check_accepts_a_sound_configuration(self) -> None:
         result = CliRunner().invoke(cli.main, ["config", "check", "--pool-size", "2GiB"])
