@@ -234,6 +234,7 @@ READ_IT = {
     "clients/kvtier_vllm/model/weights.py": 1,
     "daemon/kvtierd/events/serving.py": 1,
     "daemon/kvtierd/tiers/store/collector.py": 1,
+    "daemon/kvtierd/tiers/store/mooncake_names.py": 1,
     "daemon/kvtierd/tiers/store/packed.py": 1,
 }
 """How often each of these reads the wall clock: file systems take the times of changes from it, routers are

@@ -126,7 +126,7 @@ def test_what_has_passed_on_this_tree_need_not_be_repeated(tmp_path: Path) -> No
         subprocess.run(["git", *name, *arguments], cwd=tmp_path, check=True, capture_output=True, timeout=60)
 
     def runs_after(*, resume: bool = True, status: int = 0) -> int:
-        environment = os.environ | {"PYTHONPATH": str(REPO)} | ({"KVTIER_RESUME": "1"} if resume else {})
+        environment = os.environ | {"PYTHONPATH": str(REPO), "KVTIER_RESUME": "1" if resume else ""}
         ended = subprocess.run(
             [sys.executable, "-c", RESUMED, str(tmp_path)],
             cwd=tmp_path,
