@@ -487,6 +487,7 @@ void BlockTable::attach_slots(Entries entries, const std::uint32_t* slots, std::
         if (entry.first_record != 0) refuse("entries[", i, "] is ", entries[i], ", which has its slots already");
     });
     for (const std::uint32_t id : entries) unstage(id);
+    slot_map_.reserve(entries.size() * world);
     std::size_t i = 0;
     try {
         // A slot may come twice in the batch, so whether it is free shows when it is added. A refusal undoes all of that.

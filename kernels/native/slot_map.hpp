@@ -56,6 +56,12 @@ class SlotMap {
         return record;
     }
 
+    // Has as many buckets for so many slots as they would get one by one. A map that is not empty grows as slots come.
+    void reserve(std::size_t slots) {
+        if (count_ != 0 || slots <= kFilled * size_) return;
+        size_ = round_ = std::min(buckets_.size(), std::bit_ceil(slots / kFilled));
+    }
+
     void link(std::uint32_t record, std::uint32_t next) { records_[record].next_of_entry = next; }
 
     // Frees a block's whole chain, which starts at `record` (0: nothing).
