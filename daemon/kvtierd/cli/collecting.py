@@ -16,7 +16,8 @@ from kvtierd.tiers.store.drivers import open_driver
 from kvtierd.tiers.store.guarded import GuardedStore
 from kvtierd.tiers.store.objects import StoreError
 
-EXIT_STUCK = 75
+EXIT_INCOMPLETE = 75
+"""The exit status if something was left to a later run (sysexits.h EX_TEMPFAIL)."""
 SAID_MAX = 10
 """So many failures are said."""
 
@@ -46,7 +47,7 @@ async def _run(store: GuardedStore, coder: Coder, older_s: float, *, dry_run: bo
 
 def _stuck() -> None:
     click.echo("kvtierd: a call of the store's driver goes on although it was cancelled", err=True)
-    os._exit(EXIT_STUCK)
+    os._exit(EXIT_INCOMPLETE)
 
 
 def leave(status: int) -> NoReturn:

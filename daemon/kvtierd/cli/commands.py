@@ -22,8 +22,6 @@ EXIT_CONFIG = 78
 """The exit status if the configuration cannot be used (sysexits.h EX_CONFIG)."""
 EXIT_CANNOT_START = 69
 """The exit status if something that the daemon needs is not available (sysexits.h EX_UNAVAILABLE)."""
-EXIT_INCOMPLETE = 75
-"""The exit status if something was left to a later run (sysexits.h EX_TEMPFAIL)."""
 
 
 class Configurable(click.Command):
@@ -180,7 +178,7 @@ def collect(
     if not store.url:
         nothing = settings.ConfigError("store.url", "", "name the store, for example s3://BUCKET/FOLDER")
         _fail(nothing, EXIT_CONFIG)
-    from kvtierd.cli.collecting import as_text, collect_once, leave
+    from kvtierd.cli.collecting import EXIT_INCOMPLETE, as_text, collect_once, leave
     from kvtierd.core.errors import Refusal
 
     try:

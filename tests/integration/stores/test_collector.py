@@ -185,8 +185,8 @@ def test_young_packs_stay(objects: Objects, clock: Clock) -> None:
 def test_small_packs_are_joined_and_large_ones_are_not(
     objects: Objects, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collector, "SMALL_BYTES", 60_000)
-    monkeypatch.setattr(collector, "PACK_BYTES", 120_000)
+    monkeypatch.setattr(collector, "SMALL_BYTES", 10_000)
+    monkeypatch.setattr(collector, "PACK_BYTES", 15_000)
 
     async def task() -> None:
         store = InMemory(objects)
@@ -294,6 +294,30 @@ def test_what_is_compressed_is_joined_and_compressed_again(objects: Objects, clo
             records = news.pack.records
             assert (records["stored_bytes"].sum() < records["data_bytes"].sum() / 2) == (joined_by is coder)
             assert len(await reader.sound(news)) == JOINED_MIN
+
+    asyncio.run(task())
+
+
+def test_small_packs_that_say_they_become_huge_are_not_joined(objects: Objects, clock: Clock) -> None:
+    """To decode them would take more memory than there is."""
+    pytest.importorskip("zstandard")
+
+    async def task() -> None:
+        store, coder = InMemory(objects), Coder(Compression.ZSTD)
+        for number in range(JOINED_MIN):
+            data = memoryview(bytes([number]) * 20_000)
+            puts = Shelf(store, "", NAMESPACE, 0, "0000000a", clock, coder)
+            put = await puts.put([Block(hash_of(number), [Shard(data, xxh3_64(data))])])
+            records = put.pack.records.copy()
+            records["data_bytes"] = 1 << 30
+            head = packs.head_of(NAMESPACE, 0, records)
+            path = next(name for name in objects if name.endswith(put.name))
+            objects[path] = head + objects[path][len(head) :]
+        clock.now_s += 2 * HOUR_S
+        before = dict(objects)
+        told = await collected(store, clock)
+        assert (told.joined_packs, told.doubted_blocks, told.unreadable_packs) == (0, 0, 0)
+        assert objects == before
 
     asyncio.run(task())
 

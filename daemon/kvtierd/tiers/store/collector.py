@@ -35,9 +35,9 @@ from kvtierd.tiers.store.packed import (
 )
 
 PACK_BYTES: Final = 16 << 20
-"""Packs are joined up to this."""
+"""Packs are joined up to so many bytes of blocks, not compressed: they are all in memory then."""
 SMALL_BYTES: Final = 4 << 20
-"""Packs that are smaller are joined."""
+"""Packs whose blocks have less are joined."""
 JOINED_MIN: Final = 4
 """Fewer packs are not joined: each run would write the same blocks again to save a few objects."""
 NOTES_KEPT_S: Final = 30 * 86_400.0
@@ -82,6 +82,12 @@ class _Found:
     @property
     def made_s(self) -> float:
         return made_s(self.name)
+
+    @property
+    def data_bytes(self) -> int:
+        """Of its blocks, not compressed, as its head says. A small object may say that it becomes a huge
+        one."""
+        return int(self.news.pack.records["data_bytes"].sum())
 
 
 class Collector:
@@ -177,7 +183,7 @@ class Collector:
         self.collected.packs += len(sizes)
         self.collected.pack_bytes += sum(sizes.values())
         newer: dict[bytes, _Place] = {}
-        """Each block, and the newest sound pack that has it."""
+        """Each block, and the newest pack that has it, but for those that were compared and did not fit."""
         kept: list[_Found] = []
         for pack in sorted(found, key=lambda pack: pack.name, reverse=True):
             if await self._goes(shelf, pack, newer):
@@ -349,13 +355,13 @@ def _to_be_joined(kept: Iterable[_Found], is_settled: Callable[[_Found], bool]) 
     some: list[_Found] = []
     size = records = 0
     for pack in kept:
-        if pack.size_bytes >= SMALL_BYTES or not is_settled(pack):
+        if pack.data_bytes >= SMALL_BYTES or not is_settled(pack):
             continue
         count = len(pack.news.pack.records)
-        if some and (size + pack.size_bytes > PACK_BYTES or records + count > packs.RECORDS_MAX):
+        if some and (size + pack.data_bytes > PACK_BYTES or records + count > packs.RECORDS_MAX):
             yield some
             some, size, records = [], 0, 0
         some.append(pack)
-        size += pack.size_bytes
+        size += pack.data_bytes
         records += count
     yield some
