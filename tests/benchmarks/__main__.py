@@ -34,6 +34,7 @@ BENCHMARKS = {
     "disk_encryption": "a disk's worker on an encrypted slab against a plain one",
     "disk_lookups": "lookups while a disk writes at full rate, against the same without a disk",
     "store": "a store's worker against the store's own client, on an S3 server or a folder in memory",
+    "dead_store": "the host's own figures with a store that is dead from the start, against no store",
     "rpc": "lookups: in the index page, over gRPC unary and stream, and behind a large lookup",
     "connector": "what vLLM's scheduler waits for the connector, per step",
     "overhead": "a real vLLM that never hits: processor time of a step with kvtier, against without",
@@ -91,6 +92,10 @@ TARGETS = {
             Target(f"store_{what}_{size}_ratio", at_least=0.9)
             for what in ("put", "get")
             for size in ("1m", "2m")
+        ),
+        *(
+            Target(f"dead_store_{what}_ratio", at_most=1.1)
+            for what in ("store", "load", "lookup", "leased_lookup", "miss")
         ),
         Target("connector_step_64_waiting_ms", at_most=2.0),
         Target("connector_step_64_misses_ms", at_most=1.0),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,11 +51,14 @@ class Load:
 
 
 @contextmanager
-def rig(*, num_blocks: int, planes: int, fragment_bytes: int, pool_size: str) -> Iterator[Rig]:
-    """Starts both; the engine's cache has `planes` planes with `fragment_bytes` of each block."""
+def rig(
+    *, num_blocks: int, planes: int, fragment_bytes: int, pool_size: str, **settings: Any
+) -> Iterator[Rig]:
+    """Starts both; the engine's cache has `planes` planes with `fragment_bytes` of each block. `settings` are
+    the daemon's, written like `store__url="file:///somewhere"`."""
     run = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
     shm = Path(tempfile.mkdtemp(prefix="kvtier-test-bench-", dir="/dev/shm"))
-    daemon = Daemon(run, shm / "pool", pool__size=pool_size, pool__extent_size="16MiB")
+    daemon = Daemon(run, shm / "pool", pool__size=pool_size, pool__extent_size="16MiB", **settings)
     try:
         daemon.wait_whole()
         with connected(daemon.socket, "bench", num_blocks, planes, fragment_bytes) as (client, memory):

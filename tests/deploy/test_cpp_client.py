@@ -362,12 +362,12 @@ def test_an_index_page_is_read_as_the_page_says(host: DaemonHost) -> None:
         _, [descriptor] = session.side.call(open_index=side_pb2.OpenIndex(group=0))
         with open(descriptor, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as page:
             until(lambda: page[32] != 0, "the index page is complete")
-            boot_nonce, seed, buckets = struct.unpack_from("<QQQ", page, 8)
-            assert page[:8] == b"KVTINDX1"
+            boot_nonce, seed, buckets, _, in_use = struct.unpack_from("<QQQQQ", page, 8)
+            assert page[:8] == b"KVTINDX2"
             assert boot_nonce == host.status().boot_nonce
             assert len(page) == 4_096 + 64 * buckets
             secrets = secrets_of(seed)
-            found = [indexed(page, buckets, secrets, each) for each in hashes]
+            found = [indexed(page, in_use, secrets, each) for each in hashes]
         assert found == [True] * 20 + [False] * 20
     finally:
         session.close()
@@ -387,12 +387,14 @@ def fold(one: int, other: int) -> int:
     return one * other % 2**64 ^ one * other >> 64
 
 
-def indexed(page: mmap.mmap, buckets: int, secrets: Sequence[int], value: bytes) -> bool:
+def indexed(page: mmap.mmap, in_use: int, secrets: Sequence[int], value: bytes) -> bool:
     h = struct.unpack("<4Q", value.ljust(32, b"\0"))
     low, high = fold(h[0] ^ secrets[0], h[1] ^ secrets[1]), fold(h[2] ^ secrets[2], h[3] ^ secrets[3])
     mixed = fold(low ^ secrets[4], high ^ secrets[5])
-    places = (mixed % buckets, (mixed >> 32) % buckets)
-    words = [word for place in places for word in struct.unpack_from("<8Q", page, 4_096 + 64 * place)]
+    half = 1 << in_use.bit_length() - 1
+    places = (bits % (2 * half) for bits in (mixed >> 8, mixed >> 36))
+    buckets = [place if place < in_use else place - half for place in places]
+    words = [word for bucket in buckets for word in struct.unpack_from("<8Q", page, 4_096 + 64 * bucket)]
     return any(word >> 8 == mixed >> 8 and word & 0xFF for word in words)
 
 

@@ -14,6 +14,7 @@ from kvtierd.core.stimuli import (
     RegisterMemory,
     RegisterWords,
     SessionReleased,
+    Tick,
     WorkerLive,
 )
 
@@ -102,6 +103,10 @@ def quiesce(world: World) -> None:
                 disk_worker.hangs = False
                 disk_worker.step(world.random, world.faults, 0.0)
                 world.deliver_disk(disk_worker)
+            if any(disk.finds for disk in world.machine.core.below.all):
+                # What a store has found is answered once it is well, which takes time.
+                world.now_s += 1.0
+                world.do(Tick())
         for living in [worker for worker in world.current if worker is not None]:
             while not living.idle():
                 living.step(world.random, world.faults, 0.0)

@@ -16,12 +16,14 @@ from tests.unit.core.host import Instance
 
 
 class StoreHost(DiskHost):
-    """A machine with a store, whose worker is live, and has found nothing yet; `disks` are above it."""
+    """A machine with a store, whose worker is live, and has found nothing yet; `disks` are above it.
+    The store counts as one that answers."""
 
     def __init__(self, table: Any, **options: Any) -> None:
         mode = options.pop("mode", WriteMode.THROUGH)
         super().__init__(table, disks=options.pop("disks", 0), store=mode, **options)
         self.packs = itertools.count(1)
+        self.store.core.answered = True
 
     @property
     def store(self) -> Disk:

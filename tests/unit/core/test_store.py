@@ -343,6 +343,60 @@ class TestRefusals:
         assert host.disk.status.state == "failing"
 
 
+class TestTrial:
+    """A store that has not answered yet, or not the last time, is given one job at a time."""
+
+    @pytest.fixture
+    def host(self, table: Any) -> StoreHost:
+        """A store that has not answered yet, and takes two blocks at once."""
+        host = StoreHost(table, policy={"job_bytes": 2 * 4096})
+        host.store.core.answered = False
+        return host
+
+    def writes(self, host: StoreHost) -> list[int]:
+        """How many blocks each write that is under way has."""
+        jobs = host.disk.core.jobs
+        return [len(jobs[job].entries) for job in host.disk.open_jobs(DiskJobKind.WRITE)]  # type: ignore[index]
+
+    def test_one_job_shows_whether_it_takes_any(self, host: StoreHost, one: Instance) -> None:
+        one.stored(1, 2, 3, 4, 5)
+        assert self.writes(host) == [2]
+        one.stored(6)
+        host.do(Tick())
+        assert self.writes(host) == [2], "one at a time"
+        host.disk.finish(host.disk.open_jobs(DiskJobKind.WRITE)[0])
+        assert self.writes(host) == [2, 2], "as soon as it has taken that"
+        host.disk.finish_all()
+        assert host.disk.holds(one, 1, 2, 3, 4, 5, 6) == [1, 2, 3, 4, 5, 6]
+
+    def test_an_error_puts_it_on_trial_again(self, host: StoreHost, one: Instance) -> None:
+        host.store.core.answered = True
+        one.stored(1, 2, 3, 4)
+        for job in host.disk.open_jobs(DiskJobKind.WRITE):
+            host.disk.fail(job, "no answer in 10 s")
+        host.do(Tick())
+        assert self.writes(host) == [2]
+
+    def test_so_does_another_worker(self, host: StoreHost, one: Instance) -> None:
+        host.store.core.answered = True
+        host.disk.exit()
+        host.disk.live()
+        one.stored(1, 2, 3, 4)
+        assert self.writes(host) == [2]
+
+    def test_what_others_have_put_there_shows_that_it_answers(self, host: StoreHost, one: Instance) -> None:
+        host.adopted(space_of(host), keys(*THEIRS))
+        one.stored(101, 102, 103, 104)
+        assert self.writes(host) == [2, 2]
+
+    def test_disks_of_this_host_are_trusted(self, table: Any) -> None:
+        host = StoreHost(table, disks=1, policy={"job_bytes": 4096})
+        host.disks[0].core.answered = False
+        host.instance().stored(1, 2)
+        jobs = host.disks[0].core.jobs.values()
+        assert [len(job.entries) for job in jobs] == [1, 1]
+
+
 class TestCompression:
     """A store may have blocks in fewer bytes than they have here."""
 

@@ -122,6 +122,58 @@ def test_as_many_as_a_page_is_made_for_all_have_room() -> None:
     assert IndexReader(memory, 32).run(KEYS, 0, len(KEYS)) == len(KEYS)
 
 
+def test_a_page_takes_memory_for_what_is_in_it_not_for_what_may_come() -> None:
+    page = SharedPage(10_000_000, boot_nonce=7)
+    fd = page.dup()
+    try:
+        table = BlockTable(len(KEYS), 64)
+        table.publish(0, page.native)
+        table.publish_more(0, 1)
+        table.insert(0, 0, HASHES.copy())
+        reader = IndexReader(mmap.mmap(fd, page.size_bytes, prot=mmap.PROT_READ), 32)
+        assert reader.run(KEYS, 0, len(KEYS)) == len(KEYS)
+        others = np.random.default_rng(4).integers(0, 256, (5_000, 32), np.uint8)
+        assert known(reader, [row.tobytes() for row in others]) == 0
+        assert page.size_bytes > 256 << 20
+        assert os.fstat(fd).st_blocks * 512 <= 4_096 + 40 * len(KEYS), "readers touch nothing besides"
+    finally:
+        os.close(fd)
+        page.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_reads_while_a_page_grows_finds_everything(seed: int) -> None:
+    """Words move meanwhile. The reader is another process, as it is in earnest."""
+    most = 400_000
+    size = IndexPage.bytes_for(most)
+    memory, flags = mmap.mmap(-1, size), mmap.mmap(-1, 4096)
+    page, table = IndexPage(memory, 1, seed), BlockTable(most, 64)
+    table.publish(0, page)
+    table.publish_more(0, 1)
+    table.insert(0, 0, HASHES.copy())
+    reader_pid = os.fork()
+    if reader_pid == 0:
+        code = 1
+        try:
+            reader = IndexReader(memory, 32)
+            while flags[0] == 0:
+                if reader.run(KEYS, 0, len(KEYS)) != len(KEYS):
+                    break
+                flags[1] = 1
+            else:
+                code = 0
+        finally:
+            os._exit(code)
+    while flags[1] == 0 and os.waitpid(reader_pid, os.WNOHANG) == (0, 0):
+        pass  # until it has begun
+    random = np.random.default_rng(seed)
+    for _ in range(100):
+        table.insert(0, 0, random.integers(0, 256, (most // 100 - 20, 32), np.uint8))
+    flags[0] = 1
+    assert os.waitpid(reader_pid, 0)[1] == 0
+    assert page.left_out == 0
+
+
 def test_a_block_of_several_tiers_is_known_until_the_last_of_them_forgets_it() -> None:
     memory = mmap.mmap(-1, SMALLEST)
     page, reader = IndexPage(memory, 1, 5), IndexReader(memory, 32)

@@ -43,6 +43,7 @@ class DiskHealth:
             return
         disk.worker = None
         disk.probe = None
+        disk.answered = False
         disk.why = f"its worker was lost: {why}"
         if disk.state is not DiskState.STARTING:
             self._core.step(disk, Event.LOSE)
@@ -64,6 +65,8 @@ class DiskHealth:
         bad = bool(stimulus.error) or slow
         if job.kind is DiskJobKind.WRITE and job.good and not stimulus.error:
             disk.refusals_in_row = 0
+        if bad or job.kind is not DiskJobKind.CHECK:
+            disk.answered = not bad
         if stimulus.refused and job.kind is DiskJobKind.WRITE:
             self._refused(disk, stimulus.error)
         elif bad and not job.slow:

@@ -75,26 +75,37 @@ class Writing:
         mode = self._level.policy.mode
         if mode is WriteMode.THROUGH or (mode is WriteMode.BACK and self._host.ranks):
             # What goes first of a host that ranks may be what came last.
-            self._write_at_once(domain, entries)
+            dirty = self._dirty(entries)
+            if len(dirty) and not self._is_left_for_later(domain):
+                self._write_at_once(domain, dirty)
         elif mode is WriteMode.BACK:
             self._follow(domain, len(entries))
 
     def found(self, domain: Domain, entries: Entries) -> None:
         """Lookups have hit blocks, of which the head of a sequence comes first."""
         if self._level.policy.mode is WriteMode.ON_REUSE:
-            first_time = self._dirty(entries)
-            first_time = first_time[np.sort(np.unique(first_time, return_index=True)[1])]
-            self._host.table.set_flags(first_time, REUSED)
-            self._write_at_once(domain, first_time)
+            dirty = self._dirty(entries)
+            self._host.table.set_flags(dirty, REUSED)
+            if len(dirty) and not self._is_left_for_later(domain):
+                self._write_at_once(domain, dirty[np.sort(np.unique(dirty, return_index=True)[1])])
 
     def _dirty(self, entries: Entries) -> Entries:
         dirty: Entries = entries[self._host.table.flags(entries) & self._not_to_write == 0]
         return dirty
 
-    def _write_at_once(self, domain: Domain, entries: Entries) -> None:
-        entries = self._dirty(entries)
-        if len(entries) and (self._core.draining or not self._write(domain, entries, head_first=True)):
+    def _write_at_once(self, domain: Domain, dirty: Entries) -> None:
+        if self._core.draining or not self._write(domain, dirty, head_first=True):
             self._left = True
+
+    def _is_left_for_later(self, domain: Domain) -> bool:
+        """Whether nothing of a domain can be written just now, as when a store does not answer. Lookups and
+        stores then need not find out for each block."""
+        disks = self._level.all
+        if any(self._is_written_enough(disk) or self._may_write(disk, domain) for disk in disks):
+            return False
+        self._left = True
+        self._hungry |= self._level.any_live
+        return True
 
     def policy_changed(self) -> None:
         """Other blocks are to be written than before, so all are looked at again."""
@@ -252,7 +263,7 @@ class Writing:
 
     def _may_write(self, disk: Disk, domain: Domain) -> int:
         """How many more blocks of a domain may be on their way to a disk. A block that is larger than the
-        queue, or than what is left to be written, goes by itself."""
+        queue, or than what is left to be written, goes by itself; a store on trial gets one job."""
         if self._is_written_enough(disk):
             return 0
         if disk.refuses:
@@ -262,6 +273,8 @@ class Writing:
         most = self._jobs.may_write(disk)
         may = (most if left is None else min(most, left)) // domain.block_bytes
         alone = disk.live and not disk.counts[DiskJobKind.WRITE]
+        if disk.on_trial:
+            may = min(may, self._jobs.blocks_per_job(disk, domain)) if alone else 0
         return max(may, 1) if alone else may
 
     def _is_written_enough(self, disk: Disk) -> bool:

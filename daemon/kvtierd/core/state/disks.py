@@ -111,6 +111,8 @@ class Disk(Entity):
     """How often a store has answered, and has not taken what it was given, since it took something."""
     refused_s: float = 0.0
     """When it did so last."""
+    answered: bool = False
+    """Whether the latest job to end, other than a check, succeeded, of the present worker."""
     probe: DiskJobId | None = None
     unreadable: deque[BlockSnapshot] = field(default_factory=deque)
     """Blocks that could not be read; they are flagged LATE."""
@@ -139,6 +141,12 @@ class Disk(Entity):
         """Whether it takes nothing just now, so that it is given one block at a time, and rarely, until it
         takes that."""
         return self.refusals_in_row >= self.level.policy.errors_max
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether it is a store that is to be given one job at a time, until it answers. Blocks that are
+        prepared for a store which then takes none of them have cost the host their copies and checksums."""
+        return self.shared and not self.answered
 
     def fits(self, domain: Domain) -> bool:
         """Whether blocks of a domain of the host can be stored here at all."""
