@@ -55,7 +55,8 @@ def test_more_packs_are_never_cheaper(
     one, two = model.load(fleet), model.load(more)
     for name in ("puts", "head_reads", "put_bytes", "read_bytes", "kept_bytes", "month_cost"):
         assert getattr(one, name) <= getattr(two, name) * (1 + 1e-9), name
-    assert one.remembered_s >= two.remembered_s
+    if two.keeps_up:  # else it learns of less than there is, and keeps that for longer
+        assert one.remembered_s >= two.remembered_s
     assert all(value >= 0 for value in dataclasses.astuple(one) if isinstance(value, float))
 
 
