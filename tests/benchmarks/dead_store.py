@@ -15,12 +15,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from kvtier import Lookup
 
 from tests.benchmarks.rig import DEADLINE_S, Rig, hashes_of, rig
+from tests.support.process import until
 
 PLANES, FRAGMENT_BYTES = 10, 16 * 1024
 BLOCKS = 1_024
@@ -55,6 +57,7 @@ def measure(without: Rig, dead: Rig) -> dict[str, float]:
     rigs = (without, dead)
     for each in rigs:
         each.memory.array[:] = 7
+        until(partial(_sees_misses, each), "the index page is complete")
     taken: dict[str, list[list[float]]] = {what: [[], []] for what in MEASURED}
     for number in range(WARM_UP + ROUNDS):
         # Each is first in every other round.
@@ -68,6 +71,10 @@ def measure(without: Rig, dead: Rig) -> dict[str, float]:
         figures[f"dead_store_{what}_ratio"] = beside_s / alone_s
         figures[f"dead_store_{what}_us"] = beside_s * 1e6
     return figures
+
+
+def _sees_misses(running: Rig) -> bool:
+    return running.client.known_run(hashes_of("none", 1)) is not None
 
 
 def calls(running: Rig, number: int) -> list[tuple[str, float]]:

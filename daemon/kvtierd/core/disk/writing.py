@@ -84,9 +84,11 @@ class Writing:
     def found(self, domain: Domain, entries: Entries) -> None:
         """Lookups have hit blocks, of which the head of a sequence comes first."""
         if self._level.policy.mode is WriteMode.ON_REUSE:
+            self._host.table.set_flags(entries, REUSED)
+            if self._is_left_for_later(domain):
+                return
             dirty = self._dirty(entries)
-            self._host.table.set_flags(dirty, REUSED)
-            if len(dirty) and not self._is_left_for_later(domain):
+            if len(dirty):
                 self._write_at_once(domain, dirty[np.sort(np.unique(dirty, return_index=True)[1])])
 
     def _dirty(self, entries: Entries) -> Entries:
