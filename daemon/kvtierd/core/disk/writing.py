@@ -101,7 +101,7 @@ class Writing:
 
     def _is_left_for_later(self, domain: Domain) -> bool:
         """Whether nothing of a domain can be written just now, as when a store does not answer. Lookups and
-        stores then need not find out for each block."""
+        stores then need not find out for each block: a later tick, or the end of a job, looks for them."""
         disks = self._level.all
         if any(self._is_written_enough(disk) or self._may_write(disk, domain) for disk in disks):
             return False
