@@ -108,6 +108,21 @@ class TestLookups:
         host.store.finish_all()
         assert one.hits(*BLOCKS) == list(BLOCKS)
 
+    def test_only_what_has_come_up_whole_from_the_store_goes_to_the_disk(self, make: Make) -> None:
+        host = make()
+        one = host.instance()
+        host.stored_on_disk(one, *BLOCKS)
+        host.evict_host(one)
+        one.lookup(*BLOCKS)
+        [job] = host.disk.open_jobs(READ)
+        host.disk.finish(job, corrupt=[0, 1, 2, 3])
+        one.lookup(*BLOCKS)
+        [job] = host.store.open_jobs(READ)
+        host.store.finish(job, corrupt=[3])
+        assert [(job.disk, job.kind) for job in host.of(PostDiskJob)] == [(0, WRITE)]
+        assert flagged(one, BlockFlag.QUEUED, *BLOCKS) == [1, 2, 3]
+        assert flagged(one, BlockFlag.STORE_QUEUED, *BLOCKS) == []
+
     @pytest.mark.parametrize("gone", [0, 1])
     def test_without_one_of_the_workers_the_other_goes_on(self, make: Make, gone: int) -> None:
         host = make()
@@ -146,14 +161,13 @@ class TestLookups:
         [job] = host.of(PostDiskJob)
         assert len(job.disk_slots) == 2
 
-    def test_what_is_found_in_the_store_goes_to_the_disk_before_it_is_evicted(self, make: Make) -> None:
+    def test_what_is_found_in_the_store_goes_to_the_disk_without_waiting_for_a_tick(self, make: Make) -> None:
         host = make(mode=WriteMode.ON_REUSE)
         one = host.instance()
         host.watched()
         host.adopted(space_of(host), keys(*BLOCKS))
         one.lookup(*BLOCKS)
         host.store.finish_all()
-        host.do(Tick())
         assert {(job.disk, job.kind) for job in host.of(PostDiskJob)} == {(0, WRITE)}
         host.disk.finish_all()
         assert flagged(one, BlockFlag.CLEAN, *BLOCKS) == list(BLOCKS)

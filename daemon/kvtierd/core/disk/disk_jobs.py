@@ -381,10 +381,11 @@ class DiskJobs:
         if job.late:
             self._core.below.late_jobs -= 1
             host.table.clear_flags(job.host_entries, LATE)
-        host.commit(domain, job.host_entries[good], job.host_slots[:, good])
-        self._core.retention.made(domain, job.host_entries[good])
+        job.came_up = job.host_entries[good]
+        host.commit(domain, job.came_up, job.host_slots[:, good])
+        self._core.retention.made(domain, job.came_up)
         host.table.set_flags(job.host_entries[good & ready], disk.level.marks.clean)
-        self._core.below.settle(space, job.host_entries[good], but=disk.level)
+        self._core.below.settle(space, job.came_up, but=disk.level)
         host.discard(domain, job.host_entries[~good], job.host_slots[:, ~good])
         host.domains.forget_idle(domain)
         shelf.unpin(job.domain, job.entries)

@@ -17,7 +17,7 @@ from kvtierd.core.disk.writing import Writing
 from kvtierd.core.ids import Entries
 from kvtierd.core.state.core_state import CoreState
 from kvtierd.core.state.disks import LATE, Disk, Level
-from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, GroupPlan, WorkerRecord
+from kvtierd.core.state.entities import DISK_DEVICE_PREFIX, DiskJob, GroupPlan, WorkerRecord
 from kvtierd.core.stimuli import CoreDisks, DiskJobFinished, DiskRecovered, PackFound
 
 
@@ -114,8 +114,18 @@ class DiskTier:
         self._health.ended(disk, job, stimulus)
         self._scrubs.ended(disk, job, looked_at=True)
         self._writings[disk.level].job_ended(disk, job)
+        if len(job.came_up):
+            self._brought_up(disk, job)
         self._scrubs.go_on(disk)
         return True
+
+    def _brought_up(self, disk: Disk, job: DiskJob) -> None:
+        """Blocks have come up from one level: to the others they are new on the host, as if an engine had
+        stored them."""
+        assert job.host_domain is not None
+        for level, writing in self._writings.items():
+            if level is not disk.level:
+                writing.stored(job.host_domain, job.came_up)
 
     def recovered(self, stimulus: DiskRecovered) -> None:
         """It is known now what a disk holds, so it may be used."""

@@ -288,6 +288,8 @@ class DiskJob(transitions.Entity):
     """READ: their slots, shape (world, n)."""
     host_space: ids.SpaceId | None = None
     """READ: their space."""
+    came_up: ids.Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+    """READ: those of `host_entries` that have become READY, once the job is over."""
     host_seen: BlockSnapshot | None = None
     """WRITE: the blocks on the host, parallel to `entries`; they are not held."""
     late: bool = False
