@@ -301,6 +301,9 @@ class BlockTable:
         Changes nothing.
         """
 
+    def evictable(self, domain: int) -> int:
+        """How many blocks of a domain are READY and unpinned."""
+
     def states(self, entries: numpy.typing.NDArray[numpy.uint32]) -> numpy.typing.NDArray[numpy.uint8]:
         """State of each entry."""
 

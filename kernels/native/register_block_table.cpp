@@ -450,6 +450,8 @@ void register_block_table(nb::module_& module) {
         .def("coldest", &coldest, "domain"_a, "n"_a, "without_flags"_a, "horizon"_a,
              "Of the `horizon` least recent victims of a domain, up to n that have none of these flags, least recent first.\n"
              "Changes nothing.")
+        .def("evictable", [](GuardedTable& guarded, std::uint16_t domain) { return Table(guarded)->evictable(domain); },
+             "domain"_a, "How many blocks of a domain are READY and unpinned.")
         .def("states", &each<[](const T::Entry& entry) { return static_cast<std::uint8_t>(entry.state); }>, "entries"_a, "State of each entry.")
         .def("pins", &each<[](const T::Entry& entry) { return entry.pins; }>, "entries"_a, "Number of pins of each entry.")
         .def("flags", &each<[](const T::Entry& entry) { return static_cast<std::uint16_t>(entry.flags); }>, "entries"_a, "Flags of each entry.")

@@ -398,6 +398,9 @@ class BlockTable:
         cold = [entry for entry in victims if not self.blocks[entry].flags & without_flags]
         return np.array(cold[:n], np.uint32)
 
+    def evictable(self, domain: int) -> int:
+        return len(self.recency.get(domain, []))
+
     def _newest(self, entry: int) -> None:
         block = self.blocks[entry]
         if block.evictable:

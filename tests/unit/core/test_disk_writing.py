@@ -96,6 +96,22 @@ class TestThrough:
         assert disk_host.disk.holds(one, 1, 2) == [1]
         assert one.hits(1, 2) == [1, 2]
 
+    def test_what_failed_is_written_when_it_is_not_pinned_any_more(self, disk_host: DiskHost) -> None:
+        """A walk over what may be evicted does not see what is pinned."""
+        one = disk_host.instance()
+        one.stored(1, 2, 3)
+        lease = one.lease(1, 2)
+        disk_host.disk.fail(disk_host.disk.open_jobs()[0])
+        disk_host.do(Tick())
+        [job] = disk_host.of(PostDiskJob)
+        assert len(job.disk_slots) == 1, "the third block is not pinned"
+        disk_host.disk.finish_all()
+        assert ticks(disk_host, 10.0) == []
+        one.load(lease, [0, 1]).finish()
+        ticks(disk_host, 3.0)
+        disk_host.disk.finish_all()
+        assert flagged(one, CLEAN, 1, 2, 3) == [1, 2, 3]
+
     def test_one_shard_that_failed_is_the_whole_block(self, disk_host: DiskHost) -> None:
         pair = disk_host.instance(sizes=((4096, 8192),))
         pair.stored(1, 2)

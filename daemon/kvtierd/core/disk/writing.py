@@ -39,6 +39,9 @@ WALKED_ALWAYS = 1_024
 WALKED_PER_STORED = 64
 """How many victims are looked at when blocks have been stored: at most `WALKED_ALWAYS`, and so many more for
 each stored block. What is beyond that is left to a tick."""
+PINNED_AGAIN_S = 2.0
+"""After so long, blocks are looked for again that were left, and may have been pinned the last time. Many may
+have to be looked at, and on a busy host something is always pinned."""
 
 _NO_PACES = (Pace(0.0, 0), Pace(0.0, 0))
 
@@ -59,6 +62,8 @@ class Writing:
         """How many blocks of each domain were stored since its victims were last looked at."""
         self._left = True
         """Whether something that should have been written found no room, or was never looked at."""
+        self._pinned_s: float | None = None
+        """When what was left was looked for and may have been pinned, and so not found."""
         self._hungry = False
         """Whether the queues were full when there was more to write."""
         self._promised_bytes = 0
@@ -192,10 +197,15 @@ class Writing:
         self._hungry = False
         if self._core.draining or not self._level.any_live:
             return
-        left = False
+        if self._pinned_s is not None and self._core.now_s - self._pinned_s >= PINNED_AGAIN_S:
+            self._left = True
+        left = pinned = False
         for domain in list(self._host.domains.by_id.values()):
             if domain.blocks:
                 left |= self._ahead_of(domain)
+                pinned |= self._host.table.evictable(domain.domain) < domain.blocks
+        if self._left:
+            self._pinned_s = self._core.now_s if pinned else None
         self._left = left
 
     def _ahead_of(self, domain: Domain) -> bool:
