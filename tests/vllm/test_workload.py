@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import DaemonHost
+from tests.support.judging import Verdict, compare, mistakes
 from tests.support.leaks import SHM, SHM_PREFIX, SOCKET_PREFIX, shm_files
 from tests.vllm.conftest import QUICK
 from tests.vllm.tiny_models import FAMILIES, write
 from tests.vllm.workload import asks
-from tests.vllm.workload_judge import Verdict, compare, mistakes
 from tests.vllm.workload_run import Report, Workload, options_of
 from tools import tiny_llama
 

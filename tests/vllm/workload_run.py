@@ -21,11 +21,11 @@ from typing import Any
 from kvtier_vllm.config import ConnectorConfig
 
 from tests.support.daemon import DaemonHost, until
+from tests.support.judging import Verdict, compare, mistakes
 from tests.support.process import DEADLINE_S
 from tests.vllm.engine import Engine, EngineOptions
 from tests.vllm.rig import BLOCK, PATIENT_S, Rig, full_blocks, kv_transfer_config, prompt
 from tests.vllm.workload import Ask, asks
-from tests.vllm.workload_judge import Verdict, compare, mistakes
 
 ENGINES = ("a", "b")
 MANY = 40

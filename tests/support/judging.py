@@ -35,8 +35,7 @@ class Verdict:
     differences: list[float] = field(default_factory=list)
     """Of log probabilities: the largest of each position."""
     ties: list[tuple[str, float]] = field(default_factory=list)
-    """First tokens that differ: where, and how much likelier the oracle's own is to it; infinite if the other
-    is not among its likeliest."""
+    """First tokens that differ: where, and how much likelier the oracle's own is than the other."""
     wrong: list[str] = field(default_factory=list)
     """What no rounding explains: answers that are missing or too short."""
     worst: tuple[float, str] = (0.0, "")
@@ -131,10 +130,21 @@ def _compare_answer(verdict: Verdict, where: str, right: Outcome, answer: Outcom
         _compare_position(verdict, at, right["logprobs"][position], answer["logprobs"][position])
         own = right["tokens"][position]
         if token != own:
-            likely = right["logprobs"][position]
-            margin = likely[str(own)] - likely[str(token)] if str(token) in likely else math.inf
-            verdict.ties.append((at, margin))
+            verdict.ties.append((at, _margin(right, answer, position)))
             return
+
+
+def _margin(right: Outcome, answer: Outcome, position: int) -> float:
+    """How much likelier the oracle's own token is than the other one. Of the other one the oracle tells only
+    if it is among its likeliest; more tokens than these may be equally likely, so else the judged engine says
+    how likely it is."""
+    likely = right["logprobs"][position]
+    own, other = (str(each["tokens"][position]) for each in (right, answer))
+    if other in likely:
+        return float(likely[own] - likely[other])
+    at_least = likely[own] - min(likely.values())
+    told = answer["logprobs"][position].get(other)
+    return math.inf if told is None else max(at_least, _distance(likely[own], told))
 
 
 def _compare_position(
