@@ -31,6 +31,7 @@ class ImportsContract(Contract):
     only: packages that it may import, besides itself; the word `stdlib` is the standard library. Optional.
     never: packages that it may not import even so, such as a part of the standard library. Optional.
     unreachable: packages that no chain of imports may lead to. Optional.
+    apart: modules below it that have a contract of their own, and that the others may not import. Optional.
 
     A package that does not exist yet keeps the contract, with a warning.
     """
@@ -39,6 +40,7 @@ class ImportsContract(Contract):
     only = fields.ListField(subfield=fields.StringField(), required=False)
     never = fields.ListField(subfield=fields.StringField(), required=False)
     unreachable = fields.ListField(subfield=fields.StringField(), required=False)
+    apart = fields.ListField(subfield=fields.StringField(), required=False)
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         """Returns every import that the contract refuses, with its place in the source."""
@@ -47,9 +49,12 @@ class ImportsContract(Contract):
             return ContractCheck(kept=True, warnings=[f"there is no {package} yet"], metadata={"found": []})
         only = _names(self.only)
         allowed = only | {package} | (set(sys.stdlib_module_names) if "stdlib" in only else set())
-        never = _names(self.never)
+        apart = _names(self.apart)
+        never = _names(self.never) | apart
         found = []
         for importer in sorted({package} | graph.find_descendants(package)):
+            if _within(importer, apart):
+                continue
             for imported in sorted(graph.find_modules_directly_imported_by(importer)):
                 if (only and not _within(imported, allowed)) or _within(imported, never):
                     for detail in graph.get_import_details(importer=importer, imported=imported):

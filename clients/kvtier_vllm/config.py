@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.connection.address import resolve
-from kvtier.errors import KvtierError
 from kvtier.retention import SECONDS_MAX
+from kvtier_engine.settings import Rules, read_settings
 
-from kvtier_vllm.salts import read_salt
 from kvtier_vllm.scheduler.retaining import HOST, PRIORITIES, TIERS
-
-
-class ConnectorConfigError(ValueError):
-    """A setting that cannot be used. The message names it, what was found, and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,75 +115,14 @@ class ConnectorConfig:
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> ConnectorConfig:
         """Makes the settings out of `kv_connector_extra_config`, with the content of `salt_file` as `salt`.
-        Raises ConnectorConfigError, which names every key and value that cannot be used."""
-        fields = {field.name: field.default for field in dataclasses.fields(cls)}
-        wrong = [_mistake(name, value, fields) for name, value in extra_config.items()]
-        given = dict(extra_config)
-        if not any(wrong):
-            try:
-                resolve(given.get("socket") or None)
-            except KvtierError as error:
-                wrong.append(f"{error.field}={error.value!r}: {error.message}")
-            if file := given.get("salt_file"):
-                try:
-                    if given.get("salt"):
-                        raise ValueError("there is a salt as well: leave one of the two out")
-                    given["salt"] = read_salt(file)
-                except ValueError as error:
-                    wrong.append(f"salt_file={file!r}: {error}")
-        told = [f"kv_connector_extra_config: {mistake}" for mistake in wrong if mistake]
-        if told:
-            raise ConnectorConfigError("; ".join(told))
+        Raises SettingsError, which names every key and value that cannot be used."""
+        given = read_settings(cls, extra_config, "kv_connector_extra_config", _RULES)
         if "tiers" in given:
             given["tiers"] = tuple(given["tiers"])
         return cls(**given)
 
 
 TIERS_EXPECTED = '["host", "disk"] or ["host"]'
-_MOST = {"prefill_tokens_per_s": 1e9, "audit_rate": 1.0} | dict.fromkeys(
-    ("pin_s", "max_pin_s", "ttl_s"), SECONDS_MAX
-)
-_LEAST = {"store_threshold": 1}
-_CHOICES = {
-    "priority": PRIORITIES,
-    "adapters": ("refuse", "files"),
-    "share": ("auto", "export", "mirror"),
-    "store_tokens": ("all", "prompt"),
-    "on_reset": ("leave", "keep"),
-}
-
-
-def _mistake(name: str, value: object, fields: Mapping[str, object]) -> str:
-    """Returns what is wrong with a setting, and what to write; an empty text if nothing is."""
-    if name not in fields:
-        nearest = max(fields, key=lambda known: difflib.SequenceMatcher(None, known, name.lower()).ratio())
-        return f"unknown setting {name!r}; the nearest one is {nearest!r} (given: {value!r})"
-    default = fields[name]
-    if isinstance(default, bool):
-        expected, good = "true or false", isinstance(value, bool)
-    elif name == "tiers":
-        expected, good = TIERS_EXPECTED, are_tiers(value)
-    elif name in _CHOICES:
-        expected, good = f"one of {', '.join(_CHOICES[name])}", value in _CHOICES[name]
-    elif isinstance(default, str):
-        expected, good = "text", isinstance(value, str)
-    elif isinstance(default, int):
-        least = _LEAST.get(name, 0)
-        expected = f"a whole number, at least {least}"
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    else:
-        expected, most = "a number that is not negative", _MOST.get(name, math.inf)
-        if name in _MOST:
-            expected += f", and at most {most:g}"
-        good = is_number(value, most)
-    return "" if good else f"{name}={value!r}: write {expected}"
-
-
-def is_number(value: object, most: float = math.inf) -> bool:
-    """Returns whether this is a finite number from 0 to `most`."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return 0 <= value <= most and value < math.inf  # NaN is not
 
 
 def are_tiers(value: object) -> bool:
@@ -200,3 +131,18 @@ def are_tiers(value: object) -> bool:
     if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
         return False
     return HOST in value and set(value) <= set(TIERS)
+
+
+_RULES = Rules(
+    most={"prefill_tokens_per_s": 1e9, "audit_rate": 1.0}
+    | dict.fromkeys(("pin_s", "max_pin_s", "ttl_s"), SECONDS_MAX),
+    least={"store_threshold": 1},
+    choices={
+        "priority": PRIORITIES,
+        "adapters": ("refuse", "files"),
+        "share": ("auto", "export", "mirror"),
+        "store_tokens": ("all", "prompt"),
+        "on_reset": ("leave", "keep"),
+    },
+    others={"tiers": (TIERS_EXPECTED, are_tiers)},
+)

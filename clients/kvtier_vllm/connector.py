@@ -20,6 +20,9 @@ import vllm
 from kvtier import ClientOptions, ClientStatus, Group, Namespace, Role
 from kvtier.connection.address import resolve
 from kvtier.memory import Memory
+from kvtier_engine import autostart
+from kvtier_engine.link import Link
+from kvtier_engine.settings import SettingsError
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -30,12 +33,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtier_vllm import autostart, updates
-from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
+from kvtier_vllm import updates
+from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.groups import HYBRID_VLLM, Groups, context_ranks, groups_of, replicated_groups
 from kvtier_vllm.hooks import CACHE_HIT_SOURCE, KVConnectorTransferResults, around_reset
 from kvtier_vllm.instance import secret_of, shown_id
-from kvtier_vllm.link import Link
 from kvtier_vllm.logs import adopt_client_log, attached, log
 from kvtier_vllm.meta import DOORBELLS, KvtierMetadata, Weights, WeightsChange
 from kvtier_vllm.model import adapter_loads, weight_calls
@@ -78,7 +80,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Raises ConnectorConfigError for settings that cannot be used. Any other error only disables the
+        """Raises SettingsError for settings that cannot be used. Any other error only disables the
         connector."""
         super().__init__(vllm_config, role, kv_cache_config)
         adopt_client_log()
@@ -145,7 +147,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             config = ConnectorConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
             return required_layout(config, version_of(vllm.__version__))
-        except (ConnectorConfigError, UnsupportedConfiguration):
+        except (SettingsError, UnsupportedConfiguration):
             return None
 
     def _engine_gpu(self) -> EngineGpu | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier_vllm.salts import read_salt
+from kvtier_engine.salts import read_salt
 
 
 def block_hashes(

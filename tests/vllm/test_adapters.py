@@ -12,11 +12,11 @@ from unittest.mock import MagicMock
 
 import pytest
 import vllm
+from kvtier_engine.weights import local_revision
 from kvtier_vllm.model import adapter_loads
 from kvtier_vllm.model.adapter_loads import AdapterId, AdapterLoad, LoadedAdapters, proof_of
 from kvtier_vllm.model.adapters import ADAPTERS_MAX, Adapters, DerivedKeys
 from kvtier_vllm.model.namespace import UnsupportedConfiguration, derive, version_of
-from kvtier_vllm.model.weights import local_revision
 
 from tests.support.daemon import until
 from tests.vllm.mini_adapters import LENGTH, WHOLE, Shared, asking, lora_request, write_adapter

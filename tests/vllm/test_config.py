@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from kvtier_engine.settings import SettingsError
 from kvtier_vllm import hashes
-from kvtier_vllm.config import ConnectorConfig, ConnectorConfigError
+from kvtier_vllm.config import ConnectorConfig
 
 
 def test_nothing_needs_to_be_set() -> None:
@@ -83,13 +84,13 @@ def test_tiers_come_as_json_has_them() -> None:
     ],
 )
 def test_a_mistake_is_named_with_what_to_write(given: dict[str, object], told: str) -> None:
-    with pytest.raises(ConnectorConfigError) as error:
+    with pytest.raises(SettingsError) as error:
         ConnectorConfig.parse(given)
     assert told in str(error.value)
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(ConnectorConfigError) as error:
+    with pytest.raises(SettingsError) as error:
         ConnectorConfig.parse({"sokcet": "/x", "store": "yes", "tenant": "t", "tiers": []})
     for told in ("'sokcet'; the nearest one is 'socket' (given: '/x')", "store='yes'", "tiers=[]"):
         assert told in str(error.value)
@@ -101,7 +102,7 @@ def test_two_variables_that_name_different_sockets_are_refused_unless_one_is_set
 ) -> None:
     monkeypatch.setenv("KVTIER_SOCKET", "/none/a.sock")
     monkeypatch.setenv("KVTIER_SERVER_SOCKET", "/none/b.sock")
-    with pytest.raises(ConnectorConfigError, match=r"/none/a\.sock.*/none/b\.sock"):
+    with pytest.raises(SettingsError, match=r"/none/a\.sock.*/none/b\.sock"):
         ConnectorConfig.parse({})
     assert ConnectorConfig.parse({"socket": "/none/c.sock"}).socket == "/none/c.sock"
 
@@ -111,7 +112,7 @@ def test_a_user_of_the_daemon_who_does_not_exist_is_refused_by_that_name(
 ) -> None:
     monkeypatch.setenv("KVTIER_DAEMON_USER", "nobody-of-that-name")
     with pytest.raises(
-        ConnectorConfigError, match="KVTIER_DAEMON_USER='nobody-of-that-name': there is no such user"
+        SettingsError, match="KVTIER_DAEMON_USER='nobody-of-that-name': there is no such user"
     ):
         ConnectorConfig.parse({"socket": "/none/c.sock"})
 
@@ -149,7 +150,7 @@ def test_a_salt_may_come_from_a_file(tmp_path: Path, content: bytes, salt: str, 
 )
 def test_a_file_that_is_no_safe_salt_is_refused(tmp_path: Path, content: bytes, mode: int, told: str) -> None:
     file = file_of(tmp_path, content, mode)
-    with pytest.raises(ConnectorConfigError) as refused:
+    with pytest.raises(SettingsError) as refused:
         ConnectorConfig.parse({"salt_file": file})
     assert f"kv_connector_extra_config: salt_file={file!r}: {told}" in str(refused.value)
     assert "grain" not in str(refused.value)
@@ -163,13 +164,13 @@ def test_a_salt_in_a_place_that_is_no_file_is_refused(tmp_path: Path) -> None:
         (tmp_path / "none", "cannot be opened (No such file or directory)"),
         ("salt", "write an absolute path"),
     ):
-        with pytest.raises(ConnectorConfigError) as refused:
+        with pytest.raises(SettingsError) as refused:
             ConnectorConfig.parse({"salt_file": str(path)})
         assert told in str(refused.value)
 
 
 def test_two_salts_are_one_too_many(tmp_path: Path) -> None:
-    with pytest.raises(ConnectorConfigError) as refused:
+    with pytest.raises(SettingsError) as refused:
         ConnectorConfig.parse({"salt": "grain", "salt_file": file_of(tmp_path, b"x")})
     assert "there is a salt as well: leave one of the two out" in str(refused.value)
     assert "grain" not in str(refused.value)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvtier_engine.rendering import TEXT_BYTES_MAX, Unnameable, text_of
 from kvtier_vllm.model.identity import positions
 from kvtier_vllm.model.identity.completeness import classed
 from kvtier_vllm.model.identity.fields import CLASSES
 from kvtier_vllm.model.identity.reasons import IDENTITY, SettingKind
-from kvtier_vllm.model.identity.rendering import TEXT_BYTES_MAX, Unnameable, text_of
 from kvtier_vllm.model.identity.variables import VARIABLES
 
 from tests.oracles.unclassed import unclassed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kvtier import Client, Role
-from kvtier_vllm import link
+from kvtier_engine import link
 
 from tests.support.daemon import DaemonHost
 from tests.vllm.mini_engine import TOKENS, MiniEngine, engine_config, output_of

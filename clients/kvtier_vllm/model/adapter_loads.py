@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from kvtier_vllm.model.weights import UnknownWeights, stamp_of
+from kvtier_engine.weights import UnknownWeights, stamp_of
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
+from kvtier_engine.weights import UnknownWeights, local_revision
+
 from kvtier_vllm.model.adapter_loads import UNKNOWN, AdapterId, AdapterLoad, proof_of, remember
-from kvtier_vllm.model.weights import UnknownWeights, local_revision
 
 ADAPTERS_MAX = 1_024
 """The most adapters that are remembered; one that comes back later is identified again."""

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import Namespace
+from kvtier_engine.rendering import Unnameable, text_of
+from kvtier_engine.weights import UnknownWeights, local_revision
 
 from kvtier_vllm.model.identity import positions
-from kvtier_vllm.model.identity.rendering import Unnameable, text_of
 from kvtier_vllm.model.identity.settings import UnnameableSetting, configuration_of, identity_of
-from kvtier_vllm.model.weights import UnknownWeights, local_revision
 
 # The first release whose NONE_HASH is the same in every process for the sha256 family, and whose KV caches
 # are views of one allocation.

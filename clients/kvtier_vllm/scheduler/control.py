@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtier.retention import SECONDS_MAX
+from kvtier_engine.settings import is_number
 
-from kvtier_vllm.config import TIERS_EXPECTED, ConnectorConfig, are_tiers, is_number
+from kvtier_vllm.config import TIERS_EXPECTED, ConnectorConfig, are_tiers
 from kvtier_vllm.scheduler.retaining import ANYHOW, DISK, PRIORITIES, Keeping, Kept
 
 PARAMS_KEY = "kvtier"

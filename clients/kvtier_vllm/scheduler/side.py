@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier import Client
 from kvtier.status import ClientState
+from kvtier_engine.link import Link
 
 from kvtier_vllm import meta
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.groups import Groups
 from kvtier_vllm.hooks import block_table
-from kvtier_vllm.link import Link
 from kvtier_vllm.model.adapter_loads import AdapterLoad, adapter_of
 from kvtier_vllm.model.adapters import Adapters
 from kvtier_vllm.model.namespace import UnsupportedConfiguration

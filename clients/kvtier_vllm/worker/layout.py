@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtier import Plane
+from kvtier import KvtierError, Plane
 
 from kvtier_vllm.groups import GroupShape, UnsupportedLayout, shape_of
 from kvtier_vllm.worker.kv_memory import KVMemory
@@ -87,44 +87,17 @@ def _content(spec: Any, layer: str) -> str:
 def _plane_of(name: str, tensor: torch.Tensor, num_blocks: int, memory: KVMemory, content: str) -> Plane:
     if not hasattr(tensor, "stride"):
         raise UnsupportedLayout(f"{name} is registered as a {type(tensor).__name__}, not as one tensor")
-    shape, item = tuple(tensor.shape), tensor.element_size()
-    strides = [stride * item for stride in tensor.stride()]
-    if len(shape) < 2 or shape[0] == 0 or shape[0] % num_blocks:
-        raise UnsupportedLayout(
-            f"{name} has shape {shape}: its first dimension is not a multiple of the {num_blocks} blocks"
-        )
-    # Attention kernels may work on smaller blocks than the block table: `split` of them make one block.
-    split = shape[0] // num_blocks
-    inner = [*zip(shape[1:], strides[1:], strict=True)]
-    if split > 1:
-        inner.append((split, strides[0]))
-    fragment_bytes = item
-    for size, stride in sorted(inner, key=lambda dimension: dimension[1]):
-        if size == 1:
-            continue
-        if stride != fragment_bytes:
-            raise UnsupportedLayout(
-                f"{name}, shape {shape}, strides {tuple(tensor.stride())}, does not keep a block contiguous"
-            )
-        fragment_bytes *= size
-    block_stride_bytes = strides[0] * split
-    if block_stride_bytes < fragment_bytes:
-        raise UnsupportedLayout(
-            f"{name}: blocks of {fragment_bytes} bytes overlap, {block_stride_bytes} apart"
-        )
-    base_offset = memory.offset_of(name, tensor)
-    end = base_offset + (num_blocks - 1) * block_stride_bytes + fragment_bytes
+    # Imported on first use, because the API server imports the connector's module too.
+    from kvtier.torch import plane_of
+
+    try:
+        plane = plane_of(name, tensor, num_blocks, memory.offset_of(name, tensor), content)
+    except KvtierError as error:
+        raise UnsupportedLayout(str(error)) from error
+    end = plane.base_offset + (num_blocks - 1) * plane.block_stride_bytes + plane.fragment_bytes
     if end > memory.size_bytes:
         raise UnsupportedLayout(f"{name} ends {end - memory.size_bytes} bytes beyond the connector's memory")
-    geometry = ",".join(map(str, shape[1:]))
-    order = ",".join(str(stride // item) for stride in strides[1:])
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Plane(
-        base_offset=base_offset,
-        block_stride_bytes=block_stride_bytes,
-        fragment_bytes=fragment_bytes,
-        description=f"{name} {dtype} [{split}x{geometry}] strides [{order}]{content}",
-    )
+    return plane
 
 
 def _refuse_overlap(planes: Mapping[str, Plane], num_blocks: int) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 from kvtier import Client, Group, PartRef, PartState
 from kvtier.memory import Memory
 from kvtier.status import ClientState
+from kvtier_engine.link import Link
 
 from kvtier_vllm.config import ConnectorConfig
-from kvtier_vllm.link import Link
 from kvtier_vllm.meta import KvtierMetadata, LoadOrder, Orders, Weights, WeightsChange, WorkerReport
 from kvtier_vllm.model.adapter_loads import AdapterId, LoadedAdapters
 from kvtier_vllm.worker.comparing import AuditFollower, Comparer

@@ -231,7 +231,7 @@ def wall_clock_readings(source: Path) -> Iterator[str]:
 
 
 READ_IT = {
-    "clients/kvtier_vllm/model/weights.py": 1,
+    "clients/kvtier_engine/weights.py": 1,
     "daemon/kvtierd/events/serving.py": 1,
     "daemon/kvtierd/tiers/store/collector.py": 1,
     "daemon/kvtierd/tiers/store/mooncake_names.py": 1,

@@ -14,7 +14,7 @@ import grpc
 import psutil
 import pytest
 from kvtier.v1 import admin_pb2, admin_pb2_grpc
-from kvtier_vllm import autostart, detach
+from kvtier_engine import autostart, detach
 
 from tests.support.daemon import until
 from tests.support.plain_client import PlainClient, block_hashes
@@ -77,7 +77,7 @@ def test_of_many_that_start_one_at_once_one_stays(socket: Path) -> None:
 
 
 STARTER = (
-    "import sys, time; from kvtier_vllm import autostart; "
+    "import sys, time; from kvtier_engine import autostart; "
     "print(autostart.ensure(sys.argv[1]).pid, flush=True); time.sleep(600)"
 )
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from kvtier import ClientOptions
-from kvtier_vllm import link
-from kvtier_vllm.link import Link
+from kvtier_engine import link
+from kvtier_engine.link import Link
 
 DEADLINE_S = 60.0
 

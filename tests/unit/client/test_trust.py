@@ -14,7 +14,7 @@ from kvtier.connection import trust
 from kvtier.connection.address import Address, resolve
 from kvtier.connection.side_socket import SideSocket
 from kvtier.errors import ConnectionLostError, KvtierError
-from kvtier_vllm import autostart
+from kvtier_engine import autostart
 
 from tests.support.process import until
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtier_vllm.model.identity.rendering import digest_of
-from kvtier_vllm.model.weights import CONFIG_NAMES, INDEX_NAMES
+from kvtier_engine.rendering import digest_of
+from kvtier_engine.weights import CONFIG_NAMES, INDEX_NAMES
 
 COSMETIC_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 """Keys of config.json that say nothing about values. The dtype that is used is in the namespace."""

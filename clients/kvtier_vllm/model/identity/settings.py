@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvtier_engine.rendering import Unnameable, digest_of, text_of
+
 from kvtier_vllm.model.identity.completeness import classed
 from kvtier_vllm.model.identity.fields import CLASSES
 from kvtier_vllm.model.identity.reasons import DRAFT, IDENTITY, OWN_CODE, ROUNDING, Classification
-from kvtier_vllm.model.identity.rendering import Unnameable, digest_of, text_of
 from kvtier_vllm.model.identity.variables import VARIABLES
 
 DEPTH_MAX = 8

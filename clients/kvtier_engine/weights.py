@@ -94,7 +94,7 @@ def _files_of(directory: Path) -> list[Path]:
     weights = sorted(directory.glob(WEIGHT_PATTERN))
     if not weights:
         raise UnknownWeights(
-            f"no {WEIGHT_PATTERN} in {directory}; set weights_revision in kv_connector_extra_config to a "
+            f"no {WEIGHT_PATTERN} in {directory}; set weights_revision to a "
             "name that changes whenever the weights do"
         )
     folders = [directory, *sorted(each for pattern in SUBFOLDERS for each in directory.glob(pattern))]

@@ -26,7 +26,7 @@ from kvtier.connection.address import Address, resolve
 from kvtier.connection.trust import require_daemon
 from kvtier.errors import ConnectionLostError
 
-from kvtier_vllm import detach
+from kvtier_engine import detach
 
 START_TIMEOUT_S = 20.0
 """How long the daemon may take to listen. It needs half a second, and longer for a large pool."""

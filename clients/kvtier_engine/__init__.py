@@ -1,0 +1,1 @@
+"""What the clients for inference engines share."""
