@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo demo-two-hosts bench bench-peers test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-remote test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
+.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo demo-two-hosts bench bench-peers test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-remote test-sglang test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -70,6 +70,10 @@ test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
 
 test-remote: ## hosts that share a store: a folder, a real S3 server and Mooncake Store, real engines, and everything that may fail there
 	@tools/setup.sh remote && $(PY) -m tools.check remote
+
+test-sglang: ## a real SGLang stores, is killed and restores, with a daemon in trouble and several ranks (8 minutes, 1.2 GB more)
+	@tools/setup.sh sglang
+	@$(PY) -m tools.check sglang
 
 test-workload: setup ## more than 10,000 random requests on real engines in trouble, several models and seeds (12 minutes)
 	@$(PY) -m tools.check workload

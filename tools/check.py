@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from tools import fault_counts, vllm_versions
 from tools.stages import BIN, Beside, Stage, pytest_stage, run_all, to_the_end
 
-WITHOUT_ENGINE = "not vllm and not gpu and not fake_gpu and not deploy"
+WITHOUT_ENGINE = "not vllm and not sglang and not gpu and not fake_gpu and not deploy"
 CAMPAIGNS, ENGINES, DEPLOYED = "tests/faults", "tests/vllm", "tests/deploy"
 """The folders of the fault suite, which has counts to reach, of all tests that load vLLM, and of those that
 must run as root. A stage names the folders of its tests, because each of its workers reads all of them."""
@@ -211,6 +211,16 @@ REMOTE = pytest_stage(
     environment=SHARING_CORES,
 )
 
+SGLANG = pytest_stage(
+    "tests-sglang",
+    "sglang",
+    "A real SGLang restores what another one has computed bit for bit, and whatever happens to the daemon "
+    "costs no request.",
+    deadline_s=1_800,
+    folders=("tests/sglang",),
+    environment={"KVTIER_WORKLOAD": "long"},
+)
+
 SECURITY = pytest_stage(
     "tests-security",
     "not fake_gpu and not vllm and not gpu",
@@ -267,6 +277,7 @@ FORMS: dict[str, list[Stage | Beside]] = {
     "autostart": [AUTOSTART],
     "audits": [AUDITS],
     "remote": [REMOTE],
+    "sglang": [SGLANG],
     "security": [SECURITY, FUZZ],
     "workload": [WORKLOAD],
     "fake-gpu": [fake_gpu(EACH), engines(EACH, only="vllm and fake_gpu and not gpu")],

@@ -22,7 +22,7 @@ LEAST = {"short": fault_counts.SHORT, "long": fault_counts.LONG}
 STAGES = (
     (
         "daemon",
-        "faults and not vllm and not fake_gpu and not gpu",
+        "faults and not vllm and not sglang and not fake_gpu and not gpu",
         "Killing, stopping and corrupting real processes and files ends as the failure table says.",
     ),
     (

@@ -1,5 +1,7 @@
 """KV caches that are torch tensors: where their blocks lie, and how they are shared.
 
+    import hashlib
+
     import torch
     from kvtier import Client, Namespace
     from kvtier.torch import SharedTensors
@@ -11,7 +13,15 @@
         with Client(
             instance="mine", namespace=namespace, groups=cache.groups, memory=cache.memory
         ) as client:
-            cache["layer 0"][5] = 1  # block 5, which client.store(hashes, [5]) stores
+            if not client.wait_ready(timeout_s=30):
+                raise SystemExit(client.status.why)
+            for name in cache:
+                cache[name][5] = 1
+            block_hash = hashlib.sha256(b"the tokens of block 5, and all before").digest()
+            stored = client.store([block_hash], [5]).wait(timeout_s=30)
+            with client.lookup([block_hash], lease=True, timeout_s=30) as hit:
+                loaded = client.load(hit, [7]).wait(timeout_s=30)
+            print(stored.done, loaded.done, bool((cache["layer 1"][7] == 1).all()))  # True True True
 
 On a CPU the tensors have to be made here, because other processes can map only memory that was made for it.
 On a GPU `SharedTensors.of` takes the tensors that an engine has. Nothing is copied in either case: the daemon

@@ -16,6 +16,7 @@ from tests.support.process import DEADLINE_S
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 WITH_VLLM = "vllm_on_cpu.py"
+WITH_TORCH = "torch_engine.py"
 ROUTERS = {"prefix_router.py", "events_router.py"}
 PROXY = "prefill_decode.py"
 PRINTS = {
@@ -47,7 +48,7 @@ def run(name: str, socket: Path) -> list[str]:
 
 def test_these_are_all_programs_and_the_readme_names_each() -> None:
     programs = {path.name for path in EXAMPLES.glob("*.py")}
-    assert programs == {*PRINTS, WITH_VLLM, *ROUTERS, PROXY}
+    assert programs == {*PRINTS, WITH_VLLM, WITH_TORCH, *ROUTERS, PROXY}
     page = (EXAMPLES / "README.md").read_text()
     assert not [name for name in programs if f"[{name}]({name})" not in page]
     assert not [name for name, lines in PRINTS.items() if f"`{lines[-1]}`" not in page]
@@ -63,3 +64,12 @@ def test_a_second_run_finds_what_the_first_one_stored_also_after_a_kill(host: Da
     host.restart()
     again = run("store_and_load.py", host.socket)
     assert again == ["computed 0 blocks, loaded 8, every byte right: True"]
+
+
+def test_an_engine_of_torch_answers_the_same_with_what_it_has_loaded(host: DaemonHost) -> None:
+    pytest.importorskip("torch")
+    [computed], [loaded] = run(WITH_TORCH, host.socket), run(WITH_TORCH, host.socket)
+    assert computed.startswith("loaded 0 of 30 blocks, first token after ")
+    assert loaded.startswith("loaded 30 of 30 blocks, first token after ")
+    assert computed.split(": ")[1] == loaded.split(": ")[1]
+    assert len(set(computed.split(": ")[1].split(", "))) > 3, "the model does not repeat one token"

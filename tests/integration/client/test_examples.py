@@ -21,6 +21,7 @@ __all__ = ["make_fake_cuda"]
 
 CLIENTS = Path(__file__).parents[3] / "clients"
 ON_A_GPU = "kvtier/cuda/__init__.py"
+WITH_TORCH = "kvtier/torch.py"
 IN_A_SHELL = {"kvtier_vllm/hashes.py"}
 """A command line, not Python; tests/vllm runs it."""
 
@@ -57,13 +58,20 @@ def run(example: str, host: DaemonHost) -> list[str]:
 
 
 def test_these_are_all_examples() -> None:
-    assert set(examples()) - IN_A_SHELL == {"kvtier/__init__.py", "kvtier/swap.py", ON_A_GPU}
-    for name in ("kvtier/__init__.py", "kvtier/swap.py", ON_A_GPU):
+    assert set(examples()) - IN_A_SHELL == {
+        "kvtier/__init__.py",
+        "kvtier/swap.py",
+        WITH_TORCH,
+        ON_A_GPU,
+    }
+    for name in ("kvtier/__init__.py", "kvtier/swap.py", WITH_TORCH, ON_A_GPU):
         assert examples()[name].count("print(") == len(printed(examples()[name])) > 0, name
 
 
-@pytest.mark.parametrize("name", ["kvtier/__init__.py", "kvtier/swap.py"])
+@pytest.mark.parametrize("name", ["kvtier/__init__.py", "kvtier/swap.py", WITH_TORCH])
 def test_an_example_runs_as_it_stands(name: str, shared_host: DaemonHost) -> None:
+    if name == WITH_TORCH:
+        pytest.importorskip("torch")
     example = examples()[name]
     assert run(example, shared_host) == printed(example)
 

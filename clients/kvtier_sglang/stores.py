@@ -1,0 +1,167 @@
+"""Stores: pages go to the staging memory while the engine keeps them, and from there to the daemon."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier import Chain, Client, StoreResult, Transfer, TransferState
+
+from kvtier_sglang.staging import Staging, StagingPool
+
+QUEUED_PAGES_MAX = 65_536
+"""At most so many pages wait for room; a node beyond that is not stored, and may be offered again."""
+Part = tuple[int, list[bytes], Sequence[int]]
+"""What a node has in one pool: the pool's number, hashes, and the pages that have the blocks."""
+STAGED_FRACTION = 1 / 2
+"""The part of the staging memory that stores may have: the rest is for loads, which somebody waits for."""
+STORE_TIMEOUT_S = 10.0
+"""After this time a store is given up, because the engine cannot evict what it has of the node."""
+
+
+@dataclass(slots=True, eq=False)
+class _Store:
+    """One node of the radix tree."""
+
+    parts: deque[Part]
+    """What has not been copied to the staging memory."""
+    since_s: float
+    pages: int
+    """How many it has in all pools."""
+    previous: bytes = b""
+    """The hash before what is left of the first part, if some of that has been copied."""
+    copies: list[tuple[Transfer, StagingPool, list[int]]] = field(default_factory=list)
+    failed: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.failed or not (self.parts or self.copies)
+
+
+class Stores:
+    """Stores of one engine process, which end in the order in which they began."""
+
+    def __init__(self, staging: Staging, clock: Callable[[], float]) -> None:
+        self._staging, self._clock = staging, clock
+        self._queue: deque[_Store] = deque()
+        self._queued_pages = 0
+        self._staged = dict.fromkeys(staging.pools, 0)
+        self._unfenced: list[tuple[Transfer, StagingPool, list[int]]] = []
+        self._results: deque[bool] = deque()
+
+    def add(self, client: Client | None, parts: Sequence[Part]) -> bool:
+        """Stores a node, whose pages must not change until its result is there. Returns False if there is no
+        room for it."""
+        if client is None or client.ready_epoch is None:
+            return False
+        pages = sum(len(hashes) for _, hashes, _ in parts)
+        if self._queued_pages + pages > QUEUED_PAGES_MAX:
+            return False
+        known = all(
+            client.known_run(hashes, group=group, counted=False) == len(hashes) for group, hashes, _ in parts
+        )
+        # What somebody has stored already is not copied, but its result has its turn.
+        self._append(_Store(deque() if known else deque(parts), self._clock(), pages))
+        self.go_on(client)
+        return True
+
+    def skip(self) -> None:
+        """Takes note of a node that another rank stores for this one."""
+        self._append(_Store(deque(), self._clock(), 0))
+        self._end_leading()
+
+    @property
+    def completed(self) -> int:
+        """How many results are there."""
+        return len(self._results)
+
+    def take_result(self) -> bool:
+        """Takes the oldest result: whether the node is stored."""
+        return self._results.popleft()
+
+    def go_on(self, client: Client | None) -> None:
+        """Copies what there is room for, and takes note of what has ended."""
+        self._reap()
+        for store in self._queue:
+            store.copies = [each for each in store.copies if not self._is_over(store, *each)]
+            late = self._clock() - store.since_s > STORE_TIMEOUT_S
+            if client is None or client.ready_epoch is None or late:
+                if not store.over:
+                    self._give_up(store)
+            elif not store.failed:
+                self._stage(client, store)
+        self._end_leading()
+
+    def fail_all(self) -> None:
+        """Gives up everything that has not ended. The results say so."""
+        for store in self._queue:
+            self._give_up(store)
+        self._end_leading()
+        self._reap()
+
+    def forget(self) -> None:
+        """Gives up everything that has not ended, and forgets results that nobody has taken."""
+        self.fail_all()
+        self._results.clear()
+
+    def _append(self, store: _Store) -> None:
+        self._queue.append(store)
+        self._queued_pages += store.pages
+
+    def _stage(self, client: Client, store: _Store) -> None:
+        while store.parts:
+            group, hashes, pages = store.parts[0]
+            staging = self._staging.pools[group]
+            room = max(1, int(staging.pages * STAGED_FRACTION)) - self._staged[staging]
+            numbers = staging.take(max(0, min(room, len(hashes), client.transfer_blocks_max or room)))
+            if not numbers:
+                return
+            count = len(numbers)
+            self._staged[staging] += count
+            staging.pool.gather(pages[:count], staging.rows, numbers)
+            chain = Chain(count, store.previous)
+            transfer = client.store(hashes[:count], numbers, group=group, chains=(chain,))
+            store.copies.append((transfer, staging, numbers))
+            if count < len(hashes):
+                store.previous = hashes[count - 1]
+                store.parts[0] = (group, hashes[count:], pages[count:])
+            else:
+                store.previous = b""
+                store.parts.popleft()
+
+    def _is_over(self, store: _Store, transfer: Transfer, staging: StagingPool, numbers: list[int]) -> bool:
+        outcome = transfer.outcome
+        if outcome.state is TransferState.ACTIVE or not outcome.fenced:
+            return False  # its copy may be over before the daemon says what became of it
+        store.failed |= not outcome.done or StoreResult.THROTTLED in (transfer.results or ())
+        self._give_back(staging, numbers)
+        return True
+
+    def _give_up(self, store: _Store) -> None:
+        store.failed = True
+        for transfer, _, _ in store.copies:
+            transfer.revoke()
+        self._unfenced += store.copies
+        store.copies = []
+
+    def _reap(self) -> None:
+        left = []
+        for transfer, staging, numbers in self._unfenced:
+            if transfer.fenced:
+                self._give_back(staging, numbers)
+            else:
+                left.append((transfer, staging, numbers))
+        self._unfenced = left
+
+    def _give_back(self, staging: StagingPool, numbers: list[int]) -> None:
+        self._staged[staging] -= len(numbers)
+        staging.give_back(numbers)
+
+    def _end_leading(self) -> None:
+        while self._queue and self._queue[0].over:
+            store = self._queue.popleft()
+            if store.failed:
+                self._give_up(store)
+            self._queued_pages -= store.pages
+            self._results.append(not store.failed)
