@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from kvtier import Namespace
-from kvtier_vllm.model import weights
+from kvtier_engine import weights
 from kvtier_vllm.model.namespace import UnsupportedConfiguration, derive, told
 
 from tests.vllm.tiny_models import write_eagle_head

@@ -197,7 +197,15 @@ def test_the_judge_lets_a_near_tie_fall_otherwise_and_a_clear_choice_not() -> No
     clear = (8, {8: -0.1, 7: -3.0})
     assert mistakes(judged(clear, *RIGHT[1:]), KNOWN)
     unheard_of = (100, {100: -0.1})
-    assert judged(unheard_of, *RIGHT[1:]).ties[0][1] == math.inf
+    assert mistakes(judged(unheard_of, *RIGHT[1:]), KNOWN), "the oracle's third likeliest is far behind"
+
+
+def test_the_judge_lets_a_tie_of_more_tokens_than_the_oracle_tells_of_fall_otherwise() -> None:
+    right = (7, {7: -1.5, 8: -1.5, 9: -1.5})
+    other = (6, {6: -1.5, 7: -1.5, 8: -1.5})
+    found = compare(outcomes(answer(right), tokens=1), outcomes(answer(other), tokens=1))
+    assert [margin for _, margin in found.ties] == [0.0]
+    assert not mistakes(found, Verdict())
 
 
 def test_the_judge_counts_near_ties() -> None:
