@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import select
 import socket
@@ -89,6 +90,21 @@ def ensure(given: str = "", environ: Mapping[str, str] = os.environ) -> StartedD
                 )
             start.wait(POLL_S)
         return StartedDaemon(server, log) if server == start.pid else None
+
+
+def ensure_and_tell(given: str, log: logging.Logger) -> None:
+    """Does what `ensure` does, and logs what came of it. Without a daemon the engine runs on."""
+    try:
+        started = ensure(given)
+    except AutostartError as error:
+        log.warning("kvtier: %s", error)
+        return
+    if started is not None:
+        log.info(
+            "kvtier: started kvtierd (pid %d), which stays when this engine ends; log: %s",
+            started.pid,
+            started.log,
+        )
 
 
 def wait(given: str, timeout_s: float) -> bool:

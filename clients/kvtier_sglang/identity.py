@@ -25,7 +25,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 NAMESPACES_WITHOUT_EFFECT = {"device", "disagg", "memory", "observability", "schedule", "serving"}
 """Groups of arguments that say where, when and for whom is computed."""
 _WITHOUT_EFFECT = """
-    model_path load_format trust_remote_code download_dir model_checksum revision
+    model_path trust_remote_code download_dir model_checksum revision
     startup_weight_load_mode weight_loader_disable_mmap weight_loader_prefetch_checkpoints
     weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load delete_ckpt_after_loading
     engine_info_bootstrap_port weight_cache_mode weight_cache_socket weight_cache_timeout

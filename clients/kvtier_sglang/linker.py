@@ -77,6 +77,8 @@ class KvtierLinker(UnifiedCacheLinker):
         self._loaded: set[str] = set()
         """Requests whose loads are over, and whose batch has not begun."""
         self._batches = -1
+        self._lost = 0
+        """Nodes that were offered, without a side to store them, and whose results were not taken."""
         try:
             check_version(importlib.metadata.version("sglang"))
             self._side = _Side(self._config, server_args, params, self._disable)
@@ -126,27 +128,39 @@ class KvtierLinker(UnifiedCacheLinker):
     # --- stores
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        side = self._active
-        if side is None or not self._config.store:
+        """Takes a node on every rank or on none. What this rank cannot store has a result that says so."""
+        if not self._config.store:
             return False
-        return self._guard(lambda: side.store(transfers, self.record_offload_ready), False)
+        side = self._side
+        if side is None:
+            self._lost += 1
+            return True
+        begun = side.stores.begun
+        if not self._off:
+            self._guard(lambda: side.store(transfers, self.record_offload_ready), None)
+        if side.stores.begun == begun:
+            side.stores.refuse()
+        return True
 
     def num_completed_offloads(self) -> int:
         side = self._side
         if side is None:
-            return 0
+            return self._lost
         if not self._off:
             self._guard(side.go_on, None)
         return side.stores.completed
 
     def pop_completed_offload(self) -> bool:
-        assert self._side is not None
+        if self._side is None:
+            self._lost -= 1
+            return False
         return self._side.stores.take_result()
 
     # --- the end
 
     def reset(self) -> None:
         self._loaded.clear()
+        self._lost = 0
         side = self._side
         if side is not None:
             self._guard(side.reset, None)
@@ -200,19 +214,22 @@ class _Side:
         pools = pools_of(kvcache, params)
         self.names = [PoolName(pool.name) for pool in pools]
         """The engine's pools, which number the groups."""
-        self._kv_dtype = str(kvcache.store_dtype).removeprefix("torch.")
-        self._device = str(kvcache.device)
+        attention = getattr(kvcache, "full_kv_pool", kvcache)
+        # Not `store_dtype`, which is bytes for every kind of eight bits.
+        self._kv_dtype = str(attention.dtype).removeprefix("torch.")
+        self._device = str(attention.device)
         self._replicated = is_replicated(kvcache)
         self._staging = Staging(pools, config.staging_mib << 20)
         self._rank = _rank(params)
         self._instance = f"sglang-{os.getpid()}-{secrets.token_hex(4)}"
+        self._secret = secrets.token_bytes(16)
         queries = [GroupQuery(group, pool.window_blocks) for group, pool in enumerate(pools)]
         self._lookups = HeldLookups(queries, time.monotonic)
         self._loads = Loads(self._staging, self._lookups, time.monotonic)
         self.stores = Stores(self._staging, time.monotonic)
         self._generation = 0
         if config.autostart and self._rank == 0:
-            self._autostart()
+            autostart.ensure_and_tell(config.socket, log)
         self._link = self._connect()
         self._link.wait_ready(ATTACH_WAIT_S)
 
@@ -236,10 +253,10 @@ class _Side:
         self._wait_for_gpu()
         return landed
 
-    def store(self, transfers: Sequence[PoolTransfer], ready: Callable[[], list[Any]]) -> bool:
+    def store(self, transfers: Sequence[PoolTransfer], ready: Callable[[], list[Any]]) -> None:
         if self._replicated and self._rank:
             self.stores.skip()
-            return True
+            return
         if self._device != "cpu":
             for event in ready():
                 event.synchronize()
@@ -248,7 +265,7 @@ class _Side:
             group = self.names.index(each.name)
             pages = self._staging.pools[group].pool.pages_of(each.device_indices)
             parts.append((group, _hashes(each), pages))
-        return self.stores.add(self._link.client, parts)
+        self.stores.add(self._link.client, parts)
 
     def go_on(self) -> None:
         self._lookups.expire()
@@ -301,23 +318,10 @@ class _Side:
                 memory=self._staging.memory,
                 socket=self._config.socket or None,
                 program=f"sglang {importlib.metadata.version('sglang')}",
-                secret=secrets.token_bytes(16),
+                secret=self._secret,
             )
 
         return Link(options, self._on_refused)
-
-    def _autostart(self) -> None:
-        try:
-            started = autostart.ensure(self._config.socket)
-        except autostart.AutostartError as error:
-            log.warning("kvtier: %s", error)
-            return
-        if started is not None:
-            log.info(
-                "kvtier: started kvtierd (pid %d), which stays when this engine ends; log: %s",
-                started.pid,
-                started.log,
-            )
 
     def _wait_for_gpu(self) -> None:
         """Waits until what was enqueued has run."""

@@ -11,7 +11,7 @@ from kvtier import Chain, Client, StoreResult, Transfer, TransferState
 from kvtier_sglang.staging import Staging, StagingPool
 
 QUEUED_PAGES_MAX = 65_536
-"""At most so many pages wait for room; a node beyond that is not stored, and may be offered again."""
+"""At most so many pages wait for room; a node beyond that is rolled back, and may be offered again."""
 Part = tuple[int, list[bytes], Sequence[int]]
 """What a node has in one pool: the pool's number, hashes, and the pages that have the blocks."""
 STAGED_FRACTION = 1 / 2
@@ -40,7 +40,11 @@ class _Store:
 
 
 class Stores:
-    """Stores of one engine process, which end in the order in which they began."""
+    """Stores of one engine process, which end in the order in which they began.
+
+    Whatever happens, each node that is offered has one result. Ranks take results in step, so a rank that
+    took a node while another did not would from then on compare results of different nodes.
+    """
 
     def __init__(self, staging: Staging, clock: Callable[[], float]) -> None:
         self._staging, self._clock = staging, clock
@@ -49,26 +53,31 @@ class Stores:
         self._staged = dict.fromkeys(staging.pools, 0)
         self._unfenced: list[tuple[Transfer, StagingPool, list[int]]] = []
         self._results: deque[bool] = deque()
+        self.begun = 0
+        """How many nodes there have been."""
 
-    def add(self, client: Client | None, parts: Sequence[Part]) -> bool:
-        """Stores a node, whose pages must not change until its result is there. Returns False if there is no
-        room for it."""
-        if client is None or client.ready_epoch is None:
-            return False
+    def add(self, client: Client | None, parts: Sequence[Part]) -> None:
+        """Stores a node, whose pages must not change until its result is there. It fails at once without a
+        daemon, or if too many wait."""
         pages = sum(len(hashes) for _, hashes, _ in parts)
-        if self._queued_pages + pages > QUEUED_PAGES_MAX:
-            return False
+        if client is None or client.ready_epoch is None or self._queued_pages + pages > QUEUED_PAGES_MAX:
+            self.refuse()
+            return
         known = all(
             client.known_run(hashes, group=group, counted=False) == len(hashes) for group, hashes, _ in parts
         )
         # What somebody has stored already is not copied, but its result has its turn.
         self._append(_Store(deque() if known else deque(parts), self._clock(), pages))
         self.go_on(client)
-        return True
 
     def skip(self) -> None:
         """Takes note of a node that another rank stores for this one."""
         self._append(_Store(deque(), self._clock(), 0))
+        self._end_leading()
+
+    def refuse(self) -> None:
+        """Takes note of a node that cannot be stored."""
+        self._append(_Store(deque(), self._clock(), 0, failed=True))
         self._end_leading()
 
     @property
@@ -96,7 +105,8 @@ class Stores:
     def fail_all(self) -> None:
         """Gives up everything that has not ended. The results say so."""
         for store in self._queue:
-            self._give_up(store)
+            if not store.over:
+                self._give_up(store)
         self._end_leading()
         self._reap()
 
@@ -108,6 +118,7 @@ class Stores:
     def _append(self, store: _Store) -> None:
         self._queue.append(store)
         self._queued_pages += store.pages
+        self.begun += 1
 
     def _stage(self, client: Client, store: _Store) -> None:
         while store.parts:

@@ -102,7 +102,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             groups = groups_of(kv_cache_config, vllm_config)
             if role is KVConnectorRole.SCHEDULER:
                 if self._config.autostart:
-                    _autostart(self._config.socket)
+                    autostart.ensure_and_tell(self._config.socket, log)
                 self._scheduler = SchedulerSide(
                     self._config,
                     groups,
@@ -540,22 +540,6 @@ class _Identity:
             derived,
             generation=weights.life if weights.private else 0,
             weights_revision=revision or derived.weights_revision,
-        )
-
-
-def _autostart(socket: str) -> None:
-    """Starts a daemon if none answers. A failure costs hits, not the engine: a daemon that comes later is
-    found."""
-    try:
-        started = autostart.ensure(socket)
-    except autostart.AutostartError as error:
-        log.warning("kvtier: %s", error)
-        return
-    if started is not None:
-        log.info(
-            "kvtier: started kvtierd (pid %d), which stays when this engine ends; log: %s",
-            started.pid,
-            started.log,
         )
 
 

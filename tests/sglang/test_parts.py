@@ -60,7 +60,7 @@ class Cache:
 
     def store(self, hashes: list[bytes], pages: list[int]) -> bool:
         """Stores a node, and waits for its result."""
-        assert self.stores.add(self.client, [(0, hashes, pages)])
+        self.stores.add(self.client, [(0, hashes, pages)])
 
         def over() -> bool:
             self.stores.go_on(self.client)
@@ -155,7 +155,8 @@ def test_without_a_daemon_nothing_is_found_stored_or_waited_for(cache: Cache, ho
     began_s = time.monotonic()
     assert cache.lookups.readable(cache.client, "request", hashes) == 0
     assert not cache.load(hashes, pages)
-    assert not cache.stores.add(cache.client, [(0, hashes, pages)])
+    cache.stores.add(cache.client, [(0, hashes, pages)])
+    assert not cache.stores.take_result()
     assert time.monotonic() - began_s < 5
     host.start()
     assert cache.client.wait_ready(30)
@@ -181,3 +182,19 @@ def test_slots_that_are_no_pages_are_refused(cache: Cache) -> None:
     for wrong in (page + 1, page[:-1], page.flip(0), page + PAGES * PAGE_TOKENS):
         with pytest.raises(ValueError):
             cache.pool.pages_of(wrong)
+
+
+def test_each_node_has_one_result_in_its_turn(cache: Cache, host: DaemonHost) -> None:
+    host.freeze_workers()
+    cache.stores.add(cache.client, [(0, hashes_of("slow", 2), [1, 2])])
+    cache.stores.refuse()
+    cache.stores.skip()
+    assert (cache.stores.begun, cache.stores.completed) == (3, 0), "the first one is not over"
+    host.thaw()
+
+    def over() -> bool:
+        cache.stores.go_on(cache.client)
+        return cache.stores.completed == 3
+
+    until(over, "all have results")
+    assert [cache.stores.take_result() for _ in range(3)] == [True, False, True]
