@@ -14,7 +14,7 @@ import pytest
 
 from tests.sglang.engine import Answer, Engine, with_linker
 from tests.sglang.trouble import Trouble
-from tests.support.daemon import DaemonHost
+from tests.support.daemon import DaemonHost, until
 from tests.support.judging import compare, mistakes
 
 pytestmark = [pytest.mark.sglang, pytest.mark.faults, pytest.mark.timeout(1_800)]
@@ -81,7 +81,8 @@ def run(engine: Engine, todo: list[Ask], *, aborts: bool, flushes: float = 0.0) 
             if chance.random() < flushes:
                 while under_way:
                     take(engine.wait_any(set(under_way)))
-                assert engine.flush()
+                # A request may be answered before its last batch is put away.
+                until(engine.flush, "the engine is idle")
         if under_way:
             take(engine.wait_any(set(under_way)))
     return answers
@@ -120,12 +121,14 @@ def test_whatever_happens_to_the_daemon_every_answer_is_right(
             judged = run(engine, todo, aborts=True, flushes=FLUSHES)
         finally:
             trouble.end()
-        assert engine.flush(), "nothing is left under way"
+        until(engine.flush, "nothing is left under way")
         [state] = engine.call("state")["state"]
     with Engine(model, tmp_path / "oracle.log", disable_radix_cache=True) as engine:
         oracle = run(engine, todo, aborts=False)
-    with Engine(model, tmp_path / "control.log") as engine:
-        control = run(engine, todo, aborts=False, flushes=FLUSHES)
+    # With room for as much as the daemon has: a hit holds what was computed in another way, a token at a time
+    # for example, and that rounds otherwise.
+    with Engine(model, tmp_path / "control.log", max_total_tokens=1 << 16) as engine:
+        control = run(engine, todo, aborts=False)
 
     wanted = {ask.name for ask in todo if ask.abort_after_s is not None}
     assert {name for name, answer in judged.items() if answer.reason != "length"} <= wanted
