@@ -65,6 +65,9 @@ class Proxied:
         self._process.wait(DEADLINE_S)
 
 
+ATTEMPTS = 4
+"""An engine computes a prompt by itself if the daemon does not answer in time, as on a machine that does much
+else."""
 BODY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -111,14 +114,19 @@ def test_what_one_engine_computes_another_answers(
     proxy = Proxied(prefill.url, decode.url, tmp_path / "proxy.log")
     stack.callback(proxy.kill)
 
-    tokens = prompt(TOKENS, seed=70)
-    if hosts == 2:  # the store's round takes longer than the proxy waits, so it is computed once before
-        prefill.complete(tokens, max_tokens=1)
-        until(lambda: below(other).blocks >= FULL // BLOCK, "the other host knows of them")
-    answer = json.loads(proxy.post({"prompt": tokens, **BODY}))
-    assert prompt_tokens_cached(answer) == FULL, proxy.log()
-    expected = alone.complete(tokens)
-    assert answer["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+    for attempt in range(ATTEMPTS):
+        tokens = prompt(TOKENS, seed=700 + attempt)
+        if hosts == 2:  # the store's round takes longer than the proxy waits, so it is computed once before
+            known = below(other).blocks
+            prefill.complete(tokens, max_tokens=1)
+            until(lambda known=known: below(other).blocks >= known + FULL // BLOCK, "the other host knows")
+        answer = json.loads(proxy.post({"prompt": tokens, **BODY}))
+        expected = alone.complete(tokens)
+        assert answer["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+        if prompt_tokens_cached(answer) == FULL:
+            break
+    else:
+        pytest.fail(f"nothing was loaded in {ATTEMPTS} attempts: {proxy.log()}")
 
     streamed = proxy.post({"prompt": prompt(TOKENS, seed=71), **BODY, "stream": True}).decode()
     assert streamed.count("data: ") >= 8
