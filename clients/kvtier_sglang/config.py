@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.retention import SECONDS_MAX
 from kvtier_engine.settings import Rules, read_settings
 
 WHERE = "linker_extra_config"
@@ -37,6 +38,8 @@ class LinkerConfig:
     """Whether stored pages are looked up and loaded."""
     load_deadline_s: float = 2.0
     """How many seconds a request's load may take. What has not come by then is computed."""
+    max_pin_s: float = 300.0
+    """The longest time in seconds for which a request's KV hints may have its pages held. 0: not at all."""
     staging_mib: int = 256
     """How much memory in MiB each rank has for pages on their way. Half of it is for loads alone."""
 
@@ -47,4 +50,4 @@ class LinkerConfig:
         return cls(**read_settings(cls, extra_config or {}, WHERE, RULES))
 
 
-RULES = Rules(least={"staging_mib": 1}, most={"load_deadline_s": 600.0})
+RULES = Rules(least={"staging_mib": 1}, most={"load_deadline_s": 600.0, "max_pin_s": SECONDS_MAX})

@@ -19,20 +19,23 @@ from typing import Any, TypeVar
 import torch
 from kvtier import ClientOptions, GroupQuery
 from kvtier_engine import autostart
+from kvtier_engine.hints import Allowed, Answer, Verdict
 from kvtier_engine.link import Link
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvtier_sglang import updates
+from kvtier_sglang import hinted, updates
 from kvtier_sglang.agreement import Agreement
 from kvtier_sglang.config import LinkerConfig
+from kvtier_sglang.hinted import HintedRequests, Pages
 from kvtier_sglang.identity import UnsupportedArguments, check_version, derive
 from kvtier_sglang.loads import Loads
 from kvtier_sglang.lookups import HeldLookups
 from kvtier_sglang.pools import UnsupportedPool, is_replicated, pools_of
 from kvtier_sglang.staging import Staging
 from kvtier_sglang.stores import Stores
+from kvtier_sglang.wishes import Wishes
 
 ATTACH_WAIT_S = 1.0
 """How long an engine's start may wait for the daemon, so that its first requests can already hit."""
@@ -83,6 +86,7 @@ class KvtierLinker(UnifiedCacheLinker):
             check_version(importlib.metadata.version("sglang"))
             self._side = _Side(self._config, server_args, params, self._disable)
             updates.listen(self._side)
+            hinted.listen(KvtierLinker)
             self.pools = dict.fromkeys(self._side.names)  # SGLang asks which there are
         except Exception as error:
             self._disable(error)
@@ -124,6 +128,12 @@ class KvtierLinker(UnifiedCacheLinker):
             return False
         self._loaded.remove(rid)
         return True
+
+    def hinted(self, envelope: Any, prompt_tokens: int, pages: Pages) -> list[Answer]:
+        """Does what a request's KV hints ask for (see `hinted`), and returns the answers."""
+        off = [Answer("", "", Verdict.REFUSED, "kvtier is off for this engine, whose log says why")]
+        side = self._active
+        return off if side is None else self._guard(lambda: side.hinted(envelope, prompt_tokens, pages), off)
 
     # --- stores
 
@@ -226,7 +236,12 @@ class _Side:
         queries = [GroupQuery(group, pool.window_blocks) for group, pool in enumerate(pools)]
         self._lookups = HeldLookups(queries, time.monotonic)
         self._loads = Loads(self._staging, self._lookups, time.monotonic)
-        self.stores = Stores(self._staging, time.monotonic)
+        wishes = Wishes()
+        self.stores = Stores(self._staging, time.monotonic, wishes)
+        allowed = Allowed(
+            hold_s_max=config.max_pin_s, hold_s_max_name="max_pin_s", load=config.load, output=False
+        )
+        self._hinted = HintedRequests(allowed, queries, params.page_size, wishes)
         self._generation = 0
         if config.autostart and self._rank == 0:
             autostart.ensure_and_tell(config.socket, log)
@@ -238,6 +253,9 @@ class _Side:
         if client is None or [each.name for each in transfers] != self.names:
             return 0
         return self._lookups.readable(client, request, _hashes(transfers[0]))
+
+    def hinted(self, envelope: Any, prompt_tokens: int, pages: Pages) -> list[Answer]:
+        return self._hinted.take(self._link.client, envelope, prompt_tokens, pages)
 
     def load(self, request: str, transfers: Sequence[PoolTransfer]) -> bool:
         client = self._link.client

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvtier import Chain, Client, StoreResult, Transfer, TransferState
 
 from kvtier_sglang.staging import Staging, StagingPool
+from kvtier_sglang.wishes import Wishes
 
 QUEUED_PAGES_MAX = 65_536
 """At most so many pages wait for room; a node beyond that is rolled back, and may be offered again."""
@@ -18,6 +19,18 @@ STAGED_FRACTION = 1 / 2
 """The part of the staging memory that stores may have: the rest is for loads, which somebody waits for."""
 STORE_TIMEOUT_S = 10.0
 """After this time a store is given up, because the engine cannot evict what it has of the node."""
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A transfer from the staging memory."""
+
+    transfer: Transfer
+    staging: StagingPool
+    numbers: list[int]
+    """The pages of the staging memory that it reads."""
+    group: int
+    hashes: list[bytes]
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +44,7 @@ class _Store:
     """How many it has in all pools."""
     previous: bytes = b""
     """The hash before what is left of the first part, if some of that has been copied."""
-    copies: list[tuple[Transfer, StagingPool, list[int]]] = field(default_factory=list)
+    copies: list[_Copy] = field(default_factory=list)
     failed: bool = False
 
     @property
@@ -46,12 +59,13 @@ class Stores:
     took a node while another did not would from then on compare results of different nodes.
     """
 
-    def __init__(self, staging: Staging, clock: Callable[[], float]) -> None:
+    def __init__(self, staging: Staging, clock: Callable[[], float], wishes: Wishes | None = None) -> None:
         self._staging, self._clock = staging, clock
+        self._wishes = wishes or Wishes()
         self._queue: deque[_Store] = deque()
         self._queued_pages = 0
         self._staged = dict.fromkeys(staging.pools, 0)
-        self._unfenced: list[tuple[Transfer, StagingPool, list[int]]] = []
+        self._unfenced: list[_Copy] = []
         self._results: deque[bool] = deque()
         self.begun = 0
         """How many nodes there have been."""
@@ -93,7 +107,7 @@ class Stores:
         """Copies what there is room for, and takes note of what has ended."""
         self._reap()
         for store in self._queue:
-            store.copies = [each for each in store.copies if not self._is_over(store, *each)]
+            store.copies = [each for each in store.copies if not self._is_over(client, store, each)]
             late = self._clock() - store.since_s > STORE_TIMEOUT_S
             if client is None or client.ready_epoch is None or late:
                 if not store.over:
@@ -124,16 +138,19 @@ class Stores:
         while store.parts:
             group, hashes, pages = store.parts[0]
             staging = self._staging.pools[group]
+            alike, retention = self._wishes.run(hashes)
             room = max(1, int(staging.pages * STAGED_FRACTION)) - self._staged[staging]
-            numbers = staging.take(max(0, min(room, len(hashes), client.transfer_blocks_max or room)))
+            numbers = staging.take(max(0, min(room, alike, client.transfer_blocks_max or room)))
             if not numbers:
                 return
             count = len(numbers)
             self._staged[staging] += count
             staging.pool.gather(pages[:count], staging.rows, numbers)
             chain = Chain(count, store.previous)
-            transfer = client.store(hashes[:count], numbers, group=group, chains=(chain,))
-            store.copies.append((transfer, staging, numbers))
+            transfer = client.store(
+                hashes[:count], numbers, group=group, chains=(chain,), retention=retention
+            )
+            store.copies.append(_Copy(transfer, staging, numbers, group, hashes[:count]))
             if count < len(hashes):
                 store.previous = hashes[count - 1]
                 store.parts[0] = (group, hashes[count:], pages[count:])
@@ -141,33 +158,36 @@ class Stores:
                 store.previous = b""
                 store.parts.popleft()
 
-    def _is_over(self, store: _Store, transfer: Transfer, staging: StagingPool, numbers: list[int]) -> bool:
-        outcome = transfer.outcome
+    def _is_over(self, client: Client | None, store: _Store, copy: _Copy) -> bool:
+        outcome = copy.transfer.outcome
         if outcome.state is TransferState.ACTIVE or not outcome.fenced:
             return False  # its copy may be over before the daemon says what became of it
-        store.failed |= not outcome.done or StoreResult.THROTTLED in (transfer.results or ())
-        self._give_back(staging, numbers)
+        failed = not outcome.done or StoreResult.THROTTLED in (copy.transfer.results or ())
+        store.failed |= failed
+        self._give_back(copy)
+        if client is not None and not failed and (cold := self._wishes.stored(copy.hashes)):
+            client.cool(cold, group=copy.group)
         return True
 
     def _give_up(self, store: _Store) -> None:
         store.failed = True
-        for transfer, _, _ in store.copies:
-            transfer.revoke()
+        for copy in store.copies:
+            copy.transfer.revoke()
         self._unfenced += store.copies
         store.copies = []
 
     def _reap(self) -> None:
         left = []
-        for transfer, staging, numbers in self._unfenced:
-            if transfer.fenced:
-                self._give_back(staging, numbers)
+        for copy in self._unfenced:
+            if copy.transfer.fenced:
+                self._give_back(copy)
             else:
-                left.append((transfer, staging, numbers))
+                left.append(copy)
         self._unfenced = left
 
-    def _give_back(self, staging: StagingPool, numbers: list[int]) -> None:
-        self._staged[staging] -= len(numbers)
-        staging.give_back(numbers)
+    def _give_back(self, copy: _Copy) -> None:
+        self._staged[copy.staging] -= len(copy.numbers)
+        copy.staging.give_back(copy.numbers)
 
     def _end_leading(self) -> None:
         while self._queue and self._queue[0].over:

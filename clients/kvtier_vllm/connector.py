@@ -264,7 +264,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if side is None:
             return False, None
-        return self._guard(lambda: side.finished(request.request_id, block_ids), False), None
+        held = self._guard(lambda: side.finished(request.request_id, block_ids), False)
+        return held, self._guard(lambda: side.answers(request), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -30,6 +30,9 @@ COUNTERS = {
     "stores": "Stores submitted.",
     "stores_refused": "Stores that were refused or failed, wholly or in part.",
     "stored_blocks": "Blocks that kvtierd holds because of this engine's stores, or held already.",
+    "hints_accepted": "KV hints that requests came with and that are done as asked.",
+    "hints_clipped": "KV hints of which less is done than asked.",
+    "hints_refused": "KV hints of which nothing is done.",
     "audits": "Hits whose last block was computed as well, and compared.",
     "audit_mismatches": "Of them, those that found another block than this engine computes.",
 }

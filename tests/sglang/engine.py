@@ -51,6 +51,8 @@ class Answer:
     """Tokens that the engine's own cache had."""
     restored: int
     """Tokens that came from kvtier."""
+    hinted: list[Any] | None = None
+    """What was told about the KV hints of the request, and of those that ran beside it."""
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Answer:
@@ -64,6 +66,7 @@ class Answer:
             answer["message"],
             cached.get("device") or 0,
             cached.get("host") or 0,
+            answer["hinted"],
         )
 
 
@@ -143,6 +146,7 @@ class Engine:
         name: str = "",
         salt: str = "",
         abort_after_s: float | None = None,
+        hints: dict[str, Any] | None = None,
     ) -> int:
         """Begins a request. Returns its number."""
         return self.send(
@@ -152,6 +156,7 @@ class Engine:
             name=name or f"request-{self._next + 1}",
             salt=salt,
             abort_after_s=abort_after_s,
+            hints=hints,
         )
 
     def generate(self, prompt: list[int], max_tokens: int = 8, **options: Any) -> Answer:

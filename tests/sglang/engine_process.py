@@ -50,6 +50,7 @@ class Requests:
             top_logprobs_num=TOP,
             rid=name,
             cache_salt=request["salt"] or None,
+            kv_hints=request["hints"],
             stream=True,
         )
         try:
@@ -69,6 +70,7 @@ class Requests:
             "reason": reason.get("type", "none"),
             "message": reason.get("message", ""),
             "cached": meta.get("cached_tokens_details"),
+            "hinted": meta.get("kvtier_kv_hints"),
         }
 
     async def _abort_later(self, name: str, after_s: float) -> None:

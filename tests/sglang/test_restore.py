@@ -41,3 +41,32 @@ def test_another_engine_restores_what_a_killed_one_has_computed(
         assert second.flush()
         assert same(second.generate(PROMPT), local)
         assert second.generate(PROMPT, salt="other").restored == 0
+        check_hints(host, second, ranks)
+
+
+def check_hints(host: DaemonHost, engine: Engine, ranks: int) -> None:
+    """Pages of one request are held; one that runs beside it is none the worse."""
+    action = {
+        "action_id": "one",
+        "action_type": "kv.pin",
+        "action_version": "1.0",
+        "payload": {"duration": 600},
+    }
+    hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+    hinted = engine.ask([1, *PROMPT[: 4 * PAGE]], 20, hints=hints)
+    plain = engine.ask([2, *PROMPT[: 4 * PAGE]], 20)
+    told = Answer.of(engine.answer_of(hinted))
+    [[found]] = told.hinted or [[None]]
+    assert (found["action_id"], found["answer"]) == ("one", "clipped")
+    assert (
+        found["reason"] == "held for 300 s, which is max_pin_s; of the prompt only, not of generated tokens"
+    )
+    other = Answer.of(engine.answer_of(plain))
+    assert len(told.tokens) == len(other.tokens) == 20
+    assert not any(other.hinted or ())
+    until(lambda: host.status().held_blocks == 4 * ranks, "the pages of the prompt are held")
+    known = engine.generate(PROMPT, hints=hints)
+    assert [each["answer"] for each in (known.hinted or [[]])[0]] == ["clipped"]
+    until(
+        lambda: host.status().held_blocks == ranks * (4 + WHOLE // PAGE), "and those that were stored before"
+    )

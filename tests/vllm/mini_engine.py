@@ -114,6 +114,8 @@ class MiniEngine:
         config.cache_config.num_gpu_blocks = blocks
         self.blocks = blocks
         self.finished: dict[str, list[int]] = {}
+        self.told: dict[str, Any] = {}
+        """What connectors had the clients of requests told."""
         """Output tokens by request."""
         self.cached: dict[str, int] = {}
         """Tokens that a request began with, computed by nobody here."""
@@ -351,6 +353,11 @@ class MiniEngine:
             kv_connector_output=connector_output,
         )
         for outputs in self.scheduler.update_from_output(output, result).values():
+            self.told |= {
+                each.request_id: each.kv_transfer_params
+                for each in outputs.outputs
+                if each.kv_transfer_params is not None
+            }
             if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
                 self.connector_stats.append(outputs.scheduler_stats.kv_connector_stats)
         for name, request in requests.items():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvtier_engine.hints import Hold
 from kvtier_vllm.config import ConnectorConfig
 from kvtier_vllm.scheduler.control import WARNED_MAX, Control, Controls
 from kvtier_vllm.scheduler.retaining import Keeping, Kept
@@ -208,14 +209,14 @@ def test_a_request_is_held_as_long_as_engine_and_request_say_and_no_longer_than_
         ({}, {"priority": "low", "pin_s": 30}, 0),
         ({"priority": "low", "pin_s": 20}, {}, 20),  # what it has only used
     ):
-        assert keeping(wish, **settings).hold_s == hold_s, (wish, settings)
+        assert keeping(wish, **settings).holds == ((Hold(hold_s),) if hold_s else ()), (wish, settings)
 
 
 def test_what_a_request_of_low_priority_makes_goes_first() -> None:
-    assert not keeping().cool
-    assert keeping({"priority": "low"}).cool
-    assert keeping(priority="low").cool
-    assert not keeping({"priority": "high"}, priority="low").cool
+    assert keeping().cool_from_tokens is None
+    assert keeping({"priority": "low"}).cool_from_tokens == 0
+    assert keeping(priority="low").cool_from_tokens == 0
+    assert keeping({"priority": "high"}, priority="low").cool_from_tokens is None
 
 
 def test_the_shorter_time_holds_and_keeps_blocks_off_the_disks() -> None:

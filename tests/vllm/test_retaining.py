@@ -11,9 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from kvtier import Client, GroupQuery, Retention
+from kvtier_engine.hints import Hold
 from kvtier_vllm.groups import Groups, GroupShape
+from kvtier_vllm.scheduler.ahead import PREFETCHES_MAX
 from kvtier_vllm.scheduler.control import Control
 from kvtier_vllm.scheduler.known import KNOWN_S, KNOWN_TTL_PART, KnownBlocks
 from kvtier_vllm.scheduler.leaving import PATIENCE_S, Leaving
@@ -93,9 +96,11 @@ class Spy:
         return noted
 
 
-def compute(engine: MiniEngine, name: str, tokens: list[int], wish: dict[str, Any] | None = None) -> int:
+def compute(
+    engine: MiniEngine, name: str, tokens: list[int], wish: dict[str, Any] | None = None, **request: Any
+) -> int:
     """Runs one request until its stores are over and all is said; returns the tokens that nobody computed."""
-    engine.add(name, tokens, kv_transfer_params={"kvtier": wish})
+    engine.add(name, tokens, kv_transfer_params={"kvtier": wish}, **request)
     engine.run()
     wait_stored(engine)
     engine.step()
@@ -174,6 +179,66 @@ def test_what_was_only_loaded_is_held_too(
     until(lambda: host.status().held_blocks == BLOCKS, "what it has loaded is held")
     compute(two, "others", prompt(LENGTH, seed=3))
     assert len(spy.touches) == 1, "an engine that stores nothing says nothing else"
+
+
+# --- hinted ---
+
+
+def hint(action_type: str, **payload: Any) -> dict[str, Any]:
+    action = {"action_id": "turn 7", "action_type": action_type, "action_version": "1.0", "payload": payload}
+    return {"protocol_version": "0.1", "message_id": "one", "actions": [action]}
+
+
+def test_an_orchestrator_has_the_head_held_and_the_tail_let_go_and_is_told(
+    patient: Make, host: DaemonHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    protocol = pytest.importorskip("vllm.v1.kv_hints", reason="requests have no hints in this vLLM")
+    engine = patient(max_pin_s=100)
+    spy, story = Spy(engine, monkeypatch), prompt(LENGTH)
+    directives = [{"end": 4 * TOKENS, "priority": 9}, {"start": 6 * TOKENS, "priority": 0}]
+    envelope = msgspec.convert(hint("kv.retain", directives=directives), protocol.KvHintsEnvelope)
+    compute(engine, "hinted", story, kv_hints=envelope)
+    assert spy.cooled == hashes_of(spy)[6:]
+    assert [(len(hashes), held_s) for hashes, held_s in spy.touches] == [(4, 100), (6, 0)]
+    until(lambda: host.status().held_blocks == 4, "the head is held, and nothing else")
+    told = {"action_id": "turn 7", "action_type": "kv.retain", "answer": "clipped"}
+    assert engine.told["hinted"] == {
+        "kvtier_kv_hints": [told | {"reason": "held for 100 s, which is max_pin_s"}]
+    }
+    compute(engine, "plain", story)
+    assert "plain" not in engine.told
+    all_came_back(engine)
+
+
+def test_hints_come_with_the_parameters_of_a_request_too(patient: Make, host: DaemonHost) -> None:
+    engine = patient()
+    given: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("kv.pin", {"duration": 60, "end": TOKENS}, "accepted"),
+        ("kv.fetch", {"source_control_endpoint": "tcp://other:1", "block_hashes": [1]}, "refused"),
+        ("kv.prefetch", {}, "accepted"),
+    )
+    for number, (action_type, payload, answer) in enumerate(given):
+        name = f"request {number}"
+        wish = {"kv_hints": hint(action_type, **payload)}
+        compute(engine, name, prompt(LENGTH, seed=number), wish)
+        assert [each["answer"] for each in engine.told[name]["kvtier_kv_hints"]] == [answer]
+    until(lambda: host.status().held_blocks == 1, "one block is held")
+    totals = engine.connector._scheduler.totals()
+    assert (totals["hints_accepted"], totals["hints_clipped"], totals["hints_refused"]) == (2, 0, 1)
+    all_came_back(engine)
+
+
+def test_a_request_deep_in_the_queue_is_promoted_if_somebody_says_so(
+    patient: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = patient()
+    spy = Spy(engine, monkeypatch)
+    for number in range(3 * PREFETCHES_MAX):
+        wish = {"kv_hints": hint("kv.prefetch")} if number % 8 == 7 else None
+        engine.add(str(number), prompt(LENGTH, seed=number), kv_transfer_params={"kvtier": wish})
+    assert spy.prefetches == 3, "at once, whatever their place"
+    engine.run()
+    all_came_back(engine)
 
 
 # --- let go first ---
@@ -366,7 +431,12 @@ class Telling:
         self.queries: list[GroupQuery] = []
 
     def touch(
-        self, hashes: Sequence[bytes], queries: Sequence[GroupQuery], *, hold_s: float, lazily: bool
+        self,
+        hashes: Sequence[bytes],
+        queries: Sequence[GroupQuery],
+        *,
+        hold_s: float = 0,
+        lazily: bool = False,
     ) -> None:
         assert lazily == (hold_s == 0), "a hold is wished for at once"
         self.queries = list(queries)
@@ -384,8 +454,8 @@ def over(groups: Groups, keeping: Keeping, blocks: int, *, store: bool = True) -
     request = SimpleNamespace(block_hashes=HASHES)
     control = Control(store, True, None, None, keeping)
     stores = StoreState(request, [blocks] * len(groups.shapes))
-    if keeping.cool:
-        stores.made = Made(len(groups.shapes))
+    if keeping.cool_from_tokens is not None:
+        stores.made = Made(groups.shapes, keeping.cool_from_tokens)
     return TrackedRequest(request, control, stores, keys=lambda hashes: hashes)
 
 
@@ -398,8 +468,8 @@ def test_a_request_with_wishes_waits_for_its_stores(telling: Telling) -> None:
     groups, now_s = Groups.one(16), 0.0
     leaving = Leaving(groups, groups.shapes[0], clock=lambda: now_s)
     listener = cast(Client, telling)
-    plain, held = over(groups, Keeping(), 4), over(groups, Keeping(hold_s=7), 3)
-    cooled = over(groups, Keeping(hold_s=2, cool=True), 6)
+    plain, held = over(groups, Keeping(), 4), over(groups, Keeping(holds=(Hold(7),)), 3)
+    cooled = over(groups, Keeping(holds=(Hold(2),), cool_from_tokens=0), 6)
     for tracked in (plain, held, cooled):
         tracked.stores.under_way = 1
         leaving.over(listener, tracked)
@@ -422,7 +492,7 @@ def test_without_a_daemon_nothing_is_kept_to_be_told(telling: Telling) -> None:
     groups = Groups.one(16)
     leaving = Leaving(groups, groups.shapes[0])
     for forget in (leaving.clear, lambda: leaving.tell(None)):
-        tracked = over(groups, Keeping(hold_s=7), 3)
+        tracked = over(groups, Keeping(holds=(Hold(7),)), 3)
         tracked.stores.under_way = 1
         leaving.over(cast(Client, telling), tracked)
         assert len(leaving) == 1
@@ -431,10 +501,35 @@ def test_without_a_daemon_nothing_is_kept_to_be_told(telling: Telling) -> None:
     assert telling.heard == []
 
 
+def test_the_head_of_a_request_is_held_and_its_tail_goes_first(telling: Telling) -> None:
+    groups = Groups((GroupShape(0, 16), GroupShape(1, 32, hash_stride=2)), 32)
+    leaving = Leaving(groups, groups.shapes[0])
+    keeping = Keeping(holds=(Hold(9, 20), Hold(5, 33), Hold(3, 10**9)), cool_from_tokens=65)
+    tracked = over(groups, keeping, 8)
+    made = tracked.stores.made
+    assert made is not None
+    for index in range(8):
+        made.add(0, index, HASHES[index])
+    for index in range(4):
+        made.add(1, index, HASHES[2 * index + 1])
+    leaving.over(cast(Client, telling), tracked)
+    assert telling.heard == [
+        ("touch", HASHES[:2], 9),
+        ("touch", HASHES[:3], 5),
+        ("touch", HASHES[:5], 3),
+        ("cool", HASHES[5:], 0),  # a block with a token that stays, stays
+        ("cool", [HASHES[7]], 1),
+    ]
+    part = over(groups, Keeping(holds=(Hold(9, 20),)), 8)
+    telling.heard.clear()
+    leaving.over(cast(Client, telling), part)
+    assert telling.heard == [("touch", HASHES[:2], 9), ("touch", HASHES, 0)]
+
+
 def test_of_several_groups_each_has_made_its_own(telling: Telling) -> None:
     groups = Groups((GroupShape(0, 16), GroupShape(1, 32, hash_stride=2)), 16)
     leaving = Leaving(groups, groups.shapes[0])
-    tracked = over(groups, Keeping(cool=True), 6)
+    tracked = over(groups, Keeping(cool_from_tokens=0), 6)
     assert tracked.stores.made is not None
     tracked.stores.made.add(0, 2, HASHES[2])
     tracked.stores.made.add(1, 1, HASHES[3])
@@ -450,7 +545,7 @@ def test_of_several_groups_each_has_made_its_own(telling: Telling) -> None:
 def test_a_request_that_stores_nothing_holds_what_it_began_with(telling: Telling) -> None:
     groups = Groups.one(16)
     leaving = Leaving(groups, groups.shapes[0])
-    for keeping in (Keeping(hold_s=7), Keeping(), Keeping(cool=True)):
+    for keeping in (Keeping(holds=(Hold(7),)), Keeping(), Keeping(cool_from_tokens=0)):
         tracked = over(groups, keeping, 0, store=False)
         tracked.expected_tokens = 3 * 16
         leaving.over(cast(Client, telling), tracked)

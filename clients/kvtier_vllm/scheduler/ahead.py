@@ -39,6 +39,12 @@ class Ahead:
         self._unasked.pop(request_id, None)
         self._prefetched.discard(request_id)
 
+    def prefetch_now(self, client: Client, request_id: str) -> None:
+        """Has what a request needs promoted, whatever its place in the queue."""
+        request, hashes = self._unasked[request_id]
+        self._prefetched.add(request_id)
+        self._question.prefetch(client, hashes, self._loadable(request, hashes))
+
     def prefetch(self, client: Client) -> None:
         """Has what the next requests need promoted."""
         for request_id, (request, hashes) in itertools.islice(self._unasked.items(), PREFETCHES_MAX):

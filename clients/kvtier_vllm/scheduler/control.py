@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtier.retention import SECONDS_MAX
+from kvtier_engine import hints
+from kvtier_engine.hints import Allowed, Hints, Hold, Verdict
 from kvtier_engine.settings import is_number
 
 from kvtier_vllm.config import TIERS_EXPECTED, ConnectorConfig, are_tiers
@@ -22,6 +24,8 @@ from kvtier_vllm.scheduler.retaining import ANYHOW, DISK, PRIORITIES, Keeping, K
 
 PARAMS_KEY = "kvtier"
 """The key in `kv_transfer_params` for what is meant for this connector."""
+ANSWERS_KEY = "kvtier_kv_hints"
+"""The key in the `kv_transfer_params` of a request's output for what became of its KV hints."""
 WARNED_MAX = 64
 """The most mistakes that are warned of, each once. There is a limit because clients choose their text."""
 SHOWN_CHARACTERS_MAX = 64
@@ -42,6 +46,10 @@ class Control:
     """Blocks that end later are not loaded; None: all are."""
     keeping: Keeping = ANYHOW
     """How its blocks are kept."""
+    prefetch: bool = False
+    """Whether its blocks are brought into host memory as soon as it arrives."""
+    answers: tuple[hints.Answer, ...] = ()
+    """What became of the KV hints that it came with."""
 
 
 class Controls:
@@ -51,6 +59,8 @@ class Controls:
         self._config = config
         self._log = log
         self._warned: set[str] = set()
+        self.answered = dict.fromkeys(Verdict, 0)
+        """How many KV hints were answered, by answer."""
         self._usual: Control | None = None
         """What holds for requests that wish for nothing, if that does not depend on their prompts."""
 
@@ -59,34 +69,66 @@ class Controls:
         warning for each kind of mistake."""
         wishes = self._wishes(getattr(request, "kv_transfer_params", None))
         config = self._config
-        if not wishes and config.store_tokens != "prompt":
+        hinted = getattr(request, "kv_hints", None) is not None  # from vLLM 0.32 on
+        if not wishes and not hinted and config.store_tokens != "prompt":
             if self._usual is None:
                 self._usual = self._made(request, wishes)
             return self._usual
         return self._made(request, wishes)
+
+    def answers(self, request: Any) -> dict[str, Any] | None:
+        """Returns what the client of a request that is over is told, and counts it: what became of its KV
+        hints. None if it came with none."""
+        answers = self.of(request).answers
+        for answer in answers:
+            self.answered[answer.verdict] += 1
+        return {ANSWERS_KEY: [answer.to_json() for answer in answers]} if answers else None
 
     def _made(self, request: Any, wishes: Mapping[str, Any]) -> Control:
         config = self._config
         store_end = _least(config.max_store_tokens or None, wishes.get("max_store_tokens"))
         if "prompt" in (config.store_tokens, wishes.get("store_tokens")):
             store_end = _least(store_end, request.num_prompt_tokens)
+        load = config.load and wishes.get("load", True)
+        given = self._hints(request, wishes, load=load)
         return Control(
             store=config.store and wishes.get("store", True),
-            load=config.load and wishes.get("load", True),
+            load=load,
             store_end_tokens=store_end,
             load_end_tokens=_least(config.max_load_tokens or None, wishes.get("max_load_tokens")),
-            keeping=self._keeping(wishes),
+            keeping=self._keeping(wishes, given),
+            prefetch=given.prefetch,
+            answers=given.answers,
         )
 
-    def _keeping(self, wishes: Mapping[str, Any]) -> Keeping:
+    def _hints(self, request: Any, wishes: Mapping[str, Any], *, load: bool) -> Hints:
+        envelope = getattr(request, "kv_hints", None)
+        if envelope is None:
+            envelope = wishes.get("kv_hints")
+        if envelope is None:
+            return hints.NONE
+        most = max(self._config.pin_s, self._config.max_pin_s)
+        lower = load and self._reads_disks(wishes)
+        allowed = Allowed(hold_s_max=most, hold_s_max_name="max_pin_s", load=lower)
+        return hints.read(envelope, request.num_prompt_tokens, allowed)
+
+    def _reads_disks(self, wishes: Mapping[str, Any]) -> bool:
+        return DISK in self._config.tiers and DISK in wishes.get("tiers", self._config.tiers)
+
+    def _keeping(self, wishes: Mapping[str, Any], given: Hints) -> Keeping:
+        """What a hint says goes before what the request itself wishes for."""
         config = self._config
         ttl_s = _least(config.ttl_s or None, wishes.get("ttl_s") or None)
-        on_disks = DISK in config.tiers and DISK in wishes.get("tiers", config.tiers)
+        on_disks = self._reads_disks(wishes)
+        cool_from = given.cool_from_tokens
+        if cool_from is None and wishes.get("priority", config.priority) == "low":
+            cool_from = 0
+        hold_s = self._hold_s(wishes)
         return Keeping(
             kept=Kept(on_disks, math.inf if ttl_s is None else ttl_s),
             host_only=not on_disks,
-            hold_s=self._hold_s(wishes),
-            cool=wishes.get("priority", config.priority) == "low",
+            holds=given.holds or ((Hold(hold_s),) if hold_s else ()),
+            cool_from_tokens=cool_from,
         )
 
     def _hold_s(self, wishes: Mapping[str, Any]) -> float:
@@ -137,6 +179,7 @@ _FIELDS = {
     "pin_s": f"a number of seconds from 0 to {SECONDS_MAX:g}",
     "ttl_s": f"a number of seconds from 0 to {SECONDS_MAX:g}",
     "tiers": TIERS_EXPECTED,
+    "kv_hints": "an envelope of KV hints, as an object",
 }
 """What a request may ask for, and how it is written. A cap of 0 means none of its tokens."""
 
@@ -152,6 +195,8 @@ def _usable(name: str, value: object) -> bool:
         return is_number(value, SECONDS_MAX)
     if name == "tiers":
         return are_tiers(value)
+    if name == "kv_hints":
+        return isinstance(value, Mapping)
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

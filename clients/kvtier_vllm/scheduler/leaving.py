@@ -55,13 +55,13 @@ class Leaving:
         control, stores = tracked.control, tracked.stores
         blocks = stores.next_block[self._longest.group]
         if not control.store:
-            if not control.keeping.hold_s:
+            if not control.keeping.holds:
                 return
             # It has made no blocks; those that it began with were there before.
             blocks = tracked.expected_tokens // self._longest.block_tokens
         hashes = tracked.hashes[: blocks * self._longest.hash_stride]
         over = _Over(stores, control.keeping, hashes, self._clock() + PATIENCE_S)
-        if stores.under_way and (over.keeping.hold_s or over.keeping.cool):
+        if stores.under_way and (over.keeping.holds or over.stores.made is not None):
             self._waiting.append(over)
         else:
             self._tell(client, over)
@@ -84,10 +84,16 @@ class Leaving:
     def _tell(self, client: Client, over: _Over) -> None:
         """Tells the daemon that the whole prefix is in use: storing it in several steps leaves its head older
         than its tail, and of a prefix that hits in the engine's own cache the daemon does not hear at all."""
-        made, hashes, hold_s = over.stores.made, over.hashes, over.keeping.hold_s
-        if made is not None and (first := made.first(self._longest.group)) is not None:
-            hashes = hashes[: first * self._longest.hash_stride]
-        if hashes:
-            client.touch(hashes, self._groups.queries, hold_s=hold_s, lazily=not hold_s)
+        made, hashes, longest = over.stores.made, over.hashes, self._longest
+        if made is not None and (first := made.first(longest.group)) is not None:
+            hashes = hashes[: first * longest.hash_stride]
+        held_to = 0
+        for hold in over.keeping.holds if hashes else ():
+            end = None if hold.end_tokens is None else -(-hold.end_tokens // longest.block_tokens)
+            held = hashes if end is None else hashes[: end * longest.hash_stride]
+            client.touch(held, self._groups.queries, hold_s=hold.seconds)
+            held_to = max(held_to, len(held))
+        if held_to < len(hashes):
+            client.touch(hashes, self._groups.queries, lazily=True)
         for group, blocks in () if made is None else made.in_order():
             client.cool(blocks, group=group)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from kvtier import Retention
+from kvtier_engine.hints import Hold
 
 HOST, DISK = "host", "disk"
 TIERS = (HOST, DISK)
@@ -44,10 +45,11 @@ class Keeping:
     """How its stores have their blocks kept."""
     host_only: bool = False
     """Whether blocks that only disks have are not looked for."""
-    hold_s: float = 0.0
-    """For how many seconds the blocks that it has used are held after its end."""
-    cool: bool = False
-    """Whether the blocks that it has made are the first to be evicted after its end."""
+    holds: tuple[Hold, ...] = ()
+    """Which of the blocks that it has used are held after its end, and for how long."""
+    cool_from_tokens: int | None = None
+    """After its end, the blocks that it has made from this token on are the first to be evicted. None: none
+    of them."""
 
 
 ANYHOW = Keeping()

@@ -208,6 +208,8 @@ class SchedulerSide:
         control = self._controls.of(request)
         if keys is not None and control.load and not control.keeping.host_only:
             self._ahead.arrived(request, keys(request.block_hashes))
+            if control.prefetch and (client := self._ready_client()) is not None:
+                self._ahead.prefetch_now(client, request.request_id)
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
         """Returns how many tokens can be loaded beyond the engine's own, or None to be asked again."""
@@ -441,6 +443,7 @@ class SchedulerSide:
             "stores": stored.transfers,
             "stores_refused": stored.refused,
             "stored_blocks": stored.blocks,
+            **{f"hints_{verdict}": count for verdict, count in self._controls.answered.items()},
             "audits": 0 if self._audits is None else self._audits.counters.audits,
             "audit_mismatches": 0 if self._audits is None else self._audits.counters.mismatches,
         }
@@ -483,6 +486,11 @@ class SchedulerSide:
             return False
         self._out.held.append(request_id)
         return True
+
+    def answers(self, request: Any) -> dict[str, Any] | None:
+        """Returns what the client is told of a request that is over: what became of its KV hints. None if it
+        came with none."""
+        return self._controls.answers(request)
 
     def was_reset(self, done: bool) -> None:
         """Takes note that vLLM was asked to reset its own prefix cache, and whether it has done so."""
@@ -544,7 +552,8 @@ class SchedulerSide:
             control = self._controls.of(request)
             stores = self._storer.new_state(request)
             stores.kept = control.keeping.kept
-            stores.made = Made(len(self._groups.shapes)) if control.keeping.cool else None
+            cool_from = control.keeping.cool_from_tokens
+            stores.made = None if cool_from is None else Made(self._groups.shapes, cool_from)
             tracked = TrackedRequest(
                 request,
                 control,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier import Chain, Client, Doorbell, Outcome, PartRef, StoreResult, Transfer, TransferState
 
-from kvtier_vllm.groups import Groups
+from kvtier_vllm.groups import Groups, GroupShape
 from kvtier_vllm.meta import STORE_DOORBELL, StoreOrder
 from kvtier_vllm.model.adapter_loads import AdapterId, adapter_of
 from kvtier_vllm.scheduler.holding import BlockHolds
@@ -43,14 +43,16 @@ of some length, and a small one to generated text."""
 
 
 class Made:
-    """The blocks that the daemon has because of one request, by group."""
+    """The blocks that the daemon has because of one request, by group, from some token on."""
 
-    def __init__(self, groups: int) -> None:
-        self._blocks: list[dict[int, bytes]] = [{} for _ in range(groups)]
+    def __init__(self, shapes: Sequence[GroupShape], from_tokens: int = 0) -> None:
+        self._first = [-(-from_tokens // shape.block_tokens) for shape in shapes]
+        self._blocks: list[dict[int, bytes]] = [{} for _ in shapes]
 
     def add(self, group: int, index: int, block_hash: bytes) -> None:
-        """Adds block `index` of the request."""
-        self._blocks[group][index] = block_hash
+        """Adds block `index` of the request, if it counts."""
+        if index >= self._first[group]:
+            self._blocks[group][index] = block_hash
 
     def first(self, group: int) -> int | None:
         """Returns the request's first such block in this group, or None without one."""
