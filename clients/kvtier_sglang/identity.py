@@ -16,6 +16,9 @@ import msgspec
 from kvtier import Namespace
 from kvtier_engine.rendering import Unnameable, text_of
 from kvtier_engine.weights import UnknownWeights, local_revision
+from sglang.srt.environ import envs
+
+from kvtier_sglang.environment import variables_of
 
 OLDEST_SGLANG = (0, 5, 23)
 """The first release with out-of-tree linkers whose contract this is."""
@@ -209,6 +212,10 @@ def _identity(server_args: Any, arguments: dict[str, Any]) -> tuple[tuple[str, s
             raise UnsupportedArguments(
                 f"{name} is {error}, which cannot be named: engines that differ in it cannot be told apart"
             ) from error
+    try:
+        found |= variables_of(envs)
+    except Unnameable as error:
+        raise UnsupportedArguments(f"{error}: engines that differ in it cannot be told apart") from error
     if str(arguments.get("device")) == "cpu" or arguments.get("quantization"):
         found["platform"] = f"{arguments.get('device')} {platform.machine()}"
     return tuple(sorted(found.items()))
