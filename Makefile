@@ -6,7 +6,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light native generate generate-protos check-generated lint check test test-full test-light demo demo-two-hosts bench bench-peers test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-remote test-sglang test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
+.PHONY: help setup setup-light setup-engines native generate generate-protos check-generated lint check test test-full test-light demo demo-two-hosts bench bench-peers test-sanitizers test-fake-gpu test-gpu test-vllm test-workload test-autostart test-audits test-remote test-sglang test-security test-vllm-all test-vllm-suites test-deploy test-faults test-faults-short test-faults-long docs figures pictures locks wheels clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -16,6 +16,9 @@ setup: ## make .venv: tools, the project (editable), vLLM for the CPU; a second 
 
 setup-light: ## the same without vLLM
 	@tools/setup.sh light
+
+setup-engines: ## the same with vLLM and SGLang, both for the CPU
+	@tools/setup.sh sglang
 
 native: ## rebuild and reinstall the native module, incrementally
 	@tools/setup.sh native
@@ -35,10 +38,10 @@ lint: ## ruff, mypy --strict, import contracts; needs no built module
 check: setup-light ## lint, unit tests, a short simulation: two minutes, for every change while it grows
 	@$(PY) -m tools.check check
 
-test: setup ## everything that must hold before a change is merged: 15 minutes on two cores
+test: setup-engines ## everything that must hold before a change is merged: 15 minutes on two cores
 	@$(PY) -m tools.check test
 
-test-full: setup ## all of that, and the long form of what has one: before a release (an hour and a quarter, 12 GB)
+test-full: setup-engines ## all of that, and the long form of what has one: before a release (an hour and a half, 12 GB)
 	@$(PY) -m tools.check full
 
 test-light: setup-light ## the tests that need no engine: on every Python from 3.11 to 3.13, and on aarch64
@@ -71,8 +74,7 @@ test-vllm: setup ## real vLLM engines and schedulers, of the version that CI has
 test-remote: ## hosts that share a store: a folder, a real S3 server and Mooncake Store, real engines, and everything that may fail there
 	@tools/setup.sh remote && $(PY) -m tools.check remote
 
-test-sglang: ## a real SGLang stores, is killed and restores, with a daemon in trouble and several ranks (8 minutes, 1.2 GB more)
-	@tools/setup.sh sglang
+test-sglang: setup-engines ## a real SGLang stores, is killed and restores, with a daemon in trouble and several ranks (8 minutes)
 	@$(PY) -m tools.check sglang
 
 test-workload: setup ## more than 10,000 random requests on real engines in trouble, several models and seeds (12 minutes)

@@ -24,6 +24,7 @@ must run as root. A stage names the folders of its tests, because each of its wo
 PARALLEL_FILE, WORKLOAD_FILE, AUTOSTART_FILE, AUDITS_FILE, TWO_HOSTS_FILE = (
     f"{ENGINES}/test_{name}.py" for name in ("parallel", "workload", "api_server", "audits", "two_hosts")
 )
+SGLANG_FOLDER, SGLANG_RESTORE = "tests/sglang", "tests/sglang/test_restore.py"
 FAKE_GPU_FOLDERS = ("tests/integration", "tests/gpu")
 FAKE_GPU_UNITS = ("tests/unit/client", "tests/unit/transfer")
 
@@ -138,6 +139,21 @@ def parallel_engines(form: Form) -> Stage:
     )
 
 
+def sglang_engines(form: Form) -> Stage:
+    """Returns the stage of real SGLang engines, whose ranks wait for each other by spinning."""
+    return pytest_stage(
+        "tests-sglang",
+        "sglang" + form.marks,
+        "A real SGLang restores bit for bit what another one has computed."
+        if form is MERGE
+        else "A real SGLang restores what another one has computed bit for bit, and whatever happens to the "
+        "daemon costs no request.",
+        deadline_s=600 if form is MERGE else 1_800,
+        folders=(SGLANG_RESTORE if form is MERGE else SGLANG_FOLDER,),
+        environment={"KVTIER_WORKLOAD": "short" if form is MERGE else "long"},
+    )
+
+
 def fake_gpu(form: Form) -> Stage:
     """Returns the stage with a GPU behind a double of the CUDA driver, without engines."""
     kills = {} if form is MERGE else {"KVTIER_GPU_KILLS": str(fault_counts.GPU_KILLS_PER_CASE)}
@@ -159,10 +175,11 @@ def merge_steps(form: Form, *without: str) -> list[Stage | Beside]:
     keep one core busy run beside each other."""
     return [
         Beside(((*QUICK_LINT, GENERATED, LIGHT_CLIENT), (MYPY,))),
-        main_stage(form, ENGINES),
+        main_stage(form, ENGINES, SGLANG_FOLDER),
         campaigns(form),
         engines(form, *without),
         parallel_engines(form),
+        sglang_engines(form),
         fake_gpu(form),
     ]
 
@@ -209,16 +226,6 @@ REMOTE = pytest_stage(
     folders=("tests/integration/stores", TWO_HOSTS_FILE),
     workers=2,
     environment=SHARING_CORES,
-)
-
-SGLANG = pytest_stage(
-    "tests-sglang",
-    "sglang",
-    "A real SGLang restores what another one has computed bit for bit, and whatever happens to the daemon "
-    "costs no request.",
-    deadline_s=1_800,
-    folders=("tests/sglang",),
-    environment={"KVTIER_WORKLOAD": "long"},
 )
 
 SECURITY = pytest_stage(
@@ -277,7 +284,7 @@ FORMS: dict[str, list[Stage | Beside]] = {
     "autostart": [AUTOSTART],
     "audits": [AUDITS],
     "remote": [REMOTE],
-    "sglang": [SGLANG],
+    "sglang": [sglang_engines(EACH)],
     "security": [SECURITY, FUZZ],
     "workload": [WORKLOAD],
     "fake-gpu": [fake_gpu(EACH), engines(EACH, only="vllm and fake_gpu and not gpu")],

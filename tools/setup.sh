@@ -6,7 +6,7 @@
 #   tools/setup.sh light    tools, and the project itself (editable, native module built)
 #   tools/setup.sh full     light, and a real vLLM for the CPU
 #   tools/setup.sh remote   full, a real S3 server, and Mooncake Store
-#   tools/setup.sh sglang   full, and a real SGLang for the CPU, in build/sglang
+#   tools/setup.sh sglang   full, and SGLang for the CPU, in build/sglang (0.2 GB)
 #   tools/setup.sh native   rebuild the native module now, whatever the stamps say
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -162,7 +162,7 @@ step_mooncake() {
 
 # SGLang runs over the libraries of vLLM's CPU build, so only what that lacks is added, in a folder of its own: neither engine
 # sees the other's packages. What it imports and does not need to serve text has stand-ins (tests/sglang/stand_ins).
-SGLANG_PACKAGES="sglang==0.5.23 orjson==3.13.0 triton==3.9.0 ipython==9.18.1 traitlets==5.16.1 gguf==0.19.0 nvidia-cutlass-dsl==4.8.1 pandas==3.1.1"
+SGLANG_PACKAGES="sglang==0.5.23 orjson==3.13.0 ipython==9.18.1 traitlets==5.16.1 gguf==0.19.0"
 install_sglang() {
     rm -rf build/sglang.new
     # shellcheck disable=SC2086
@@ -171,7 +171,7 @@ install_sglang() {
 }
 step_sglang() {
     [ -d build/sglang ] && fresh sglang "$SGLANG_PACKAGES" && return
-    say "installing SGLang for the CPU (1.2 GB on disk)"
+    say "installing SGLang 0.5.23 for the CPU (0.2 GB on disk)"
     timed sglang install_sglang
     stamp sglang "$SGLANG_PACKAGES"
 }

@@ -7,6 +7,7 @@ later release brings separates engines until somebody has looked, which costs mi
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import re
 from pathlib import Path
@@ -100,6 +101,9 @@ def derive(
     """
     arguments = server_args.resolved_dict()
     _refuse(arguments)
+    identity = _identity(server_args, arguments)
+    if revision and (config := _config_of(arguments["model_path"], arguments.get("revision"))):
+        identity["config.json"] = config  # a name for the weights says nothing of how they are used
     return Namespace(
         model=_model_name(arguments["model_path"]),
         weights_revision=revision or _revision(arguments),
@@ -110,7 +114,7 @@ def derive(
         tenant=tenant,
         salt=salt,
         generation=generation,
-        identity=_identity(server_args, arguments),
+        identity=tuple(sorted(identity.items())),
     )
 
 
@@ -166,16 +170,28 @@ def _revision(arguments: dict[str, Any]) -> str:
 
 def _commit_of(repository: str, revision: str | None) -> str | None:
     """Returns the commit of a model that was downloaded from the hub, from the cache's own layout."""
+    found = _downloaded(repository, revision)
+    return found.parent.name if found is not None and _COMMIT.fullmatch(found.parent.name) else None
+
+
+def _config_of(path: str, revision: str | None) -> str | None:
+    """Returns the digest of the model's configuration, if there is such a file."""
+    file = Path(path, "config.json") if Path(path).is_dir() else _downloaded(path, revision)
+    try:
+        return None if file is None else f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
+    except OSError:
+        return None
+
+
+def _downloaded(repository: str, revision: str | None) -> Path | None:
+    """Returns where the hub's cache has a model's configuration."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(repository, "config.json", revision=revision)
     except Exception:
         return None
-    if not isinstance(found, str):
-        return None
-    commit = Path(found).parent.name
-    return commit if _COMMIT.fullmatch(commit) else None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _parallelism(params: Any, *, replicated: bool) -> str:
@@ -195,7 +211,7 @@ def _parallelism(params: Any, *, replicated: bool) -> str:
     return " ".join(f"{name}={value}" for name, value in parts.items())
 
 
-def _identity(server_args: Any, arguments: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+def _identity(server_args: Any, arguments: dict[str, Any]) -> dict[str, str]:
     namespaces = type(server_args)._NS_BY_FIELD
     found = {}
     for field in msgspec.structs.fields(type(server_args)):
@@ -218,7 +234,7 @@ def _identity(server_args: Any, arguments: dict[str, Any]) -> tuple[tuple[str, s
         raise UnsupportedArguments(f"{error}: engines that differ in it cannot be told apart") from error
     if str(arguments.get("device")) == "cpu" or arguments.get("quantization"):
         found["platform"] = f"{arguments.get('device')} {platform.machine()}"
-    return tuple(sorted(found.items()))
+    return found
 
 
 def _group_of(namespace: Any) -> str:

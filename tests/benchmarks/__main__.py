@@ -39,6 +39,7 @@ BENCHMARKS = {
     "connector": "what vLLM's scheduler waits for the connector, per step",
     "overhead": "a real vLLM that never hits: processor time of a step with kvtier, against without",
     "engine": "time to first token of a real vLLM: without a cache, with its own, kvtier, or LMCache below",
+    "sglang_engine": "time to first token of a real SGLang, if installed: without a cache, radix, kvtier",
     "neighbours": "a tenant's calls alone, and beside another user that does its worst",
     "held_by_others": "whether the time of a lookup tells of blocks that another tenant has",
     "transfers": "store to commit and load, end to end, through a real daemon",

@@ -51,6 +51,8 @@ class Answer:
     """Tokens that the engine's own cache had."""
     restored: int
     """Tokens that came from kvtier."""
+    ttft_s: float
+    """From the request to its first token, as its client sees it."""
     hinted: list[Any] | None = None
     """What was told about the KV hints of the request, and of those that ran beside it."""
 
@@ -66,6 +68,7 @@ class Answer:
             answer["message"],
             cached.get("device") or 0,
             cached.get("host") or 0,
+            answer["ttft_s"],
             answer["hinted"],
         )
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from typing import Any
 
 TOP = 3
@@ -35,6 +36,7 @@ class Requests:
     async def _generate(self, request: dict[str, Any]) -> dict[str, Any]:
         name = request["name"]
         found: dict[str, Any] = {}
+        began_s, ttft_s = time.perf_counter(), 0.0
         aborting = None
         if request["abort_after_s"] is not None:
             aborting = asyncio.ensure_future(self._abort_later(name, request["abort_after_s"]))
@@ -55,6 +57,7 @@ class Requests:
         )
         try:
             async for part in stream:
+                ttft_s = ttft_s or time.perf_counter() - began_s
                 found = part
         finally:
             if aborting is not None:
@@ -70,6 +73,7 @@ class Requests:
             "reason": reason.get("type", "none"),
             "message": reason.get("message", ""),
             "cached": meta.get("cached_tokens_details"),
+            "ttft_s": ttft_s,
             "hinted": meta.get("kvtier_kv_hints"),
         }
 

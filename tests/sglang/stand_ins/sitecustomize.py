@@ -1,6 +1,6 @@
 """Lets SGLang be imported where libraries are missing that it does not need to serve text: imports of these
-succeed, and give modules with nothing in them. Submodules of `sgl_kernel` stay missing, so that SGLang takes
-the kernels that it has for CPUs without it."""
+succeed, and give modules with nothing in them, which spares a gigabyte. Submodules of `sgl_kernel` stay
+missing, so that SGLang takes the kernels that it has for CPUs without it."""
 
 import enum
 import importlib.abc
@@ -8,7 +8,7 @@ import importlib.machinery
 import sys
 import types
 
-PACKAGES = ("av", "decord", "torchaudio", "torchvision")
+PACKAGES = ("av", "decord", "pandas", "torchaudio", "torchvision")
 TOP_ONLY = "sgl_kernel"
 MODES = "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"
 
@@ -38,7 +38,8 @@ def _nothing(*arguments, **named):
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         package = name.partition(".")[0]
-        if name == TOP_ONLY or package in PACKAGES:
+        # Of Triton there is more in the folder beside this file.
+        if name == TOP_ONLY or package in PACKAGES or name.startswith("triton."):
             return importlib.machinery.ModuleSpec(name, self, is_package=package != TOP_ONLY)
         return None
 
@@ -46,7 +47,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Missing(spec.name)
 
     def exec_module(self, module):
-        module.__version__ = "0.28.0"
+        if "." not in module.__name__:
+            module.__version__ = "0.28.0"
 
 
-sys.meta_path.insert(0, _Finder())
+sys.meta_path.append(_Finder())
