@@ -7,7 +7,7 @@ import sys
 def _hide_from_torch():
     """Torch looks for Triton once, and would compile with it. So it looks here, while there is none."""
     this = sys.modules[__name__]
-    sys.modules[__name__] = None
+    sys.modules[__name__] = None  # type: ignore[assignment]
     try:
         import torch._inductor.runtime.triton_compat
         import torch.utils._triton
