@@ -32,7 +32,7 @@ from kvtier_sglang.hinted import HintedRequests, Pages
 from kvtier_sglang.identity import UnsupportedArguments, check_version, derive
 from kvtier_sglang.loads import Loads
 from kvtier_sglang.lookups import HeldLookups
-from kvtier_sglang.pools import UnsupportedPool, is_replicated, pools_of
+from kvtier_sglang.pools import UnsupportedPool, check_components, is_replicated, pools_of
 from kvtier_sglang.staging import Staging
 from kvtier_sglang.stores import Stores
 from kvtier_sglang.wishes import Wishes
@@ -84,7 +84,8 @@ class KvtierLinker(UnifiedCacheLinker):
         """Nodes that were offered, without a side to store them, and whose results were not taken."""
         try:
             check_version(importlib.metadata.version("sglang"))
-            self._side = _Side(self._config, server_args, params, self._disable)
+            names = [component.name for component in components]
+            self._side = _Side(self._config, server_args, params, names, self._disable)
             updates.listen(self._side)
             hinted.listen(KvtierLinker)
             self.pools = dict.fromkeys(self._side.names)  # SGLang asks which there are
@@ -216,12 +217,18 @@ class _Side:
     """What an engine's process has of kvtier, once its configuration is known to be supported."""
 
     def __init__(
-        self, config: LinkerConfig, server_args: Any, params: Any, on_refused: Callable[[Exception], None]
+        self,
+        config: LinkerConfig,
+        server_args: Any,
+        params: Any,
+        components: Sequence[str],
+        on_refused: Callable[[Exception], None],
     ) -> None:
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         self._config, self._server_args, self._params = config, server_args, params
         self._on_refused = on_refused
         pools = pools_of(kvcache, params)
+        check_components(pools, components)
         self.names = [PoolName(pool.name) for pool in pools]
         """The engine's pools, which number the groups."""
         attention = getattr(kvcache, "full_kv_pool", kvcache)

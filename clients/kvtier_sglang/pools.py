@@ -3,8 +3,9 @@ one row of bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,24 +125,26 @@ def pools_of(kvcache: Any, params: Any) -> list[PagePool]:
     Raises UnsupportedPool for a kind that is not known.
     """
     page, name = params.page_size, type(kvcache).__name__
+    whole = kvcache.full_kv_pool if name in ("SWAKVPool", "HybridLinearKVPool") else kvcache
+    pools = [PagePool("kv", _attention(whole), page)]
     if name == "SWAKVPool":
-        full, window = kvcache.full_kv_pool, kvcache.swa_kv_pool
-        return [
-            PagePool("kv", _attention(full), page),
-            PagePool(
-                "swa",
-                _attention(window),
-                page,
-                kind=GroupKind.SLIDING_WINDOW,
-                window_tokens=params.sliding_window_size,
-            ),
-        ]
-    if name == "HybridLinearKVPool":
-        return [
-            PagePool("kv", _attention(kvcache.full_kv_pool), page),
-            PagePool("mamba", _states(params), 1, block_tokens=page, kind=GroupKind.MAMBA),
-        ]
-    return [PagePool("kv", _attention(kvcache), page)]
+        window = params.sliding_window_size
+        buffers = _attention(kvcache.swa_kv_pool)
+        pools.append(PagePool("swa", buffers, page, kind=GroupKind.SLIDING_WINDOW, window_tokens=window))
+    if getattr(params.req_to_token_pool, "mamba_pool", None) is not None:
+        pools.append(PagePool("mamba", _states(params), 1, block_tokens=page, kind=GroupKind.MAMBA))
+    return pools
+
+
+def check_components(pools: Sequence[PagePool], components: Iterable[str]) -> None:
+    """Raises UnsupportedPool unless these are the pools of all components of the tree, by the names of those:
+    what is not restored would be read all the same."""
+    missing = {_POOL_OF.get(name, name) for name in components} ^ {pool.name for pool in pools}
+    if missing:
+        raise UnsupportedPool(f"the radix tree and the cache differ in {', '.join(sorted(missing))}")
+
+
+_POOL_OF = {"FULL": "kv", "SWA": "swa", "MAMBA": "mamba"}
 
 
 def _attention(pool: Any) -> list[tuple[str, torch.Tensor]]:
@@ -179,6 +182,14 @@ def _states(params: Any) -> list[tuple[str, torch.Tensor]]:
     if others:
         raise UnsupportedPool(f"recurrent layers with {', '.join(others)} are not supported")
     cache = requests.mamba_pool.mamba_cache
+    others = [
+        field.name
+        for field in dataclasses.fields(cache)
+        if field.name not in ("temporal", "conv") and getattr(cache, field.name) is not None
+    ]
+    others += [type(state).__name__ for state in requests.mamba_pool._slot_siblings]
+    if others:  # a state that is restored without them is another state
+        raise UnsupportedPool(f"recurrent layers whose states have {', '.join(others)} are not supported")
     return [
         (f"{name}{layer}", state[layer])
         for name, state in (
