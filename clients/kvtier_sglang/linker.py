@@ -282,15 +282,13 @@ class _Side:
         if self._replicated and self._rank:
             self.stores.skip()
             return
-        if self._device != "cpu":
-            for event in ready():
-                event.synchronize()
+        events = [] if self._device == "cpu" else ready()
         parts = []
         for each in transfers:
             group = self.names.index(each.name)
             pages = self._staging.pools[group].pool.pages_of(each.device_indices)
             parts.append((group, _hashes(each), pages))
-        self.stores.add(self._link.client, parts)
+        self.stores.add(self._link.client, parts, lambda: all(event.query() for event in events))
 
     def go_on(self) -> None:
         self._lookups.expire()

@@ -42,6 +42,8 @@ class _Store:
     since_s: float
     pages: int
     """How many it has in all pools."""
+    ready: Callable[[], bool] = lambda: True
+    """Whether its pages have been computed."""
     previous: bytes = b""
     """The hash before what is left of the first part, if some of that has been copied."""
     copies: list[_Copy] = field(default_factory=list)
@@ -70,9 +72,14 @@ class Stores:
         self.begun = 0
         """How many nodes there have been."""
 
-    def add(self, client: Client | None, parts: Sequence[Part]) -> None:
+    def add(
+        self, client: Client | None, parts: Sequence[Part], ready: Callable[[], bool] = lambda: True
+    ) -> None:
         """Stores a node, whose pages must not change until its result is there. It fails at once without a
-        daemon, or if too many wait."""
+        daemon, or if too many wait.
+
+        ready: whether its pages have been computed, which nobody waits for.
+        """
         pages = sum(len(hashes) for _, hashes, _ in parts)
         if client is None or client.ready_epoch is None or self._queued_pages + pages > QUEUED_PAGES_MAX:
             self.refuse()
@@ -81,7 +88,7 @@ class Stores:
             client.known_run(hashes, group=group, counted=False) == len(hashes) for group, hashes, _ in parts
         )
         # What somebody has stored already is not copied, but its result has its turn.
-        self._append(_Store(deque() if known else deque(parts), self._clock(), pages))
+        self._append(_Store(deque() if known else deque(parts), self._clock(), pages, ready))
         self.go_on(client)
 
     def skip(self) -> None:
@@ -112,7 +119,7 @@ class Stores:
             if client is None or client.ready_epoch is None or late:
                 if not store.over:
                     self._give_up(store)
-            elif not store.failed:
+            elif not store.failed and store.ready():
                 self._stage(client, store)
         self._end_leading()
 

@@ -14,7 +14,7 @@ from kvtier_sglang.loads import Loads
 from kvtier_sglang.lookups import HeldLookups
 from kvtier_sglang.pools import PagePool
 from kvtier_sglang.staging import Staging
-from kvtier_sglang.stores import Stores
+from kvtier_sglang.stores import STORE_TIMEOUT_S, Stores
 
 from tests.support.daemon import DaemonHost, until
 
@@ -198,3 +198,41 @@ def test_each_node_has_one_result_in_its_turn(cache: Cache, host: DaemonHost) ->
 
     until(over, "all have results")
     assert [cache.stores.take_result() for _ in range(3)] == [True, False, True]
+
+
+def test_a_node_is_stored_when_it_has_been_computed_and_keeps_no_other_from_it(cache: Cache) -> None:
+    late, soon = hashes_of("late", 2), hashes_of("soon", 2)
+    computed = False
+    cache.stores.add(cache.client, [(0, late, [1, 2])], lambda: computed)
+    cache.stores.add(cache.client, [(0, soon, [3, 4])])
+    until(lambda: cache.client.known_run(soon, counted=False) == 2, "the other one is stored")
+    cache.stores.go_on(cache.client)
+    assert cache.client.known_run(late, counted=False) == 0
+    assert cache.stores.completed == 0, "results come in the order of the nodes"
+    wanted = cache.fill([1, 2], 9)
+    computed = True
+
+    def over() -> bool:
+        cache.stores.go_on(cache.client)
+        return cache.stores.completed == 2
+
+    until(over, "both have ended")
+    assert cache.stores.take_result()
+    assert cache.stores.take_result()
+    assert cache.lookups.readable(cache.client, "request", late) == 2
+    assert cache.load(late, [5, 6])
+    assert torch.equal(cache.content([5, 6]), wanted)
+    assert cache.has_all_its_room()
+
+
+def test_a_node_that_is_never_computed_is_given_up(cache: Cache) -> None:
+    now_s = 0.0
+    stores = Stores(cache.staging, lambda: now_s)
+    stores.add(cache.client, [(0, hashes_of("never", 2), [1, 2])], lambda: False)
+    stores.go_on(cache.client)
+    assert stores.completed == 0
+    now_s = STORE_TIMEOUT_S + 1
+    stores.go_on(cache.client)
+    assert stores.completed == 1
+    assert not stores.take_result()
+    assert cache.has_all_its_room()
