@@ -104,16 +104,25 @@ class PagePool:
         source, target = torch.tensor(pages, device=self.device), torch.tensor(numbers)
         for part in self._parts:
             found = part.pages.index_select(0, source).view(len(pages), -1)
-            rows[:, part.first : part.end].index_copy_(0, target, found.cpu())
+            if self.device.type != "cpu":
+                found = self._on_host(len(pages), found.shape[1]).copy_(found)
+            rows[:, part.first : part.end].index_copy_(0, target, found)
 
     def scatter(self, rows: torch.Tensor, numbers: Sequence[int], pages: Sequence[int]) -> None:
         """Copies these rows, which are on the host, into pages of the cache. On a GPU, work that is enqueued
         later finds them there."""
         source, target = torch.tensor(numbers), torch.tensor(pages, device=self.device)
-        found = rows.index_select(0, source).to(self.device)
+        found = self._on_host(len(pages), self.page_bytes)
+        torch.index_select(rows, 0, source, out=found)
+        found = found.to(self.device, non_blocking=True)
         for part in self._parts:
             shape = (len(pages), *part.pages.shape[1:])
             part.pages.index_copy_(0, target, found[:, part.first : part.end].reshape(shape))
+
+    def _on_host(self, pages: int, page_bytes: int) -> torch.Tensor:
+        """Memory for pages on their way, which a GPU reaches at the full speed of its link."""
+        pinned = self.device.type == "cuda"
+        return torch.empty(pages, page_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 def pools_of(kvcache: Any, params: Any) -> list[PagePool]:
