@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.support import mooncake
+
 REPO = Path(__file__).resolve().parents[2]
 HOME = REPO / "build" / "lmcache"
 UV = Path(sys.executable).with_name("uv")
@@ -76,7 +78,8 @@ def install() -> None:
         partial.rename(HOME)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    check = [sys.executable, "-c", f"import {', '.join(USED)}"]
+    # Not from this folder, where Mooncake's environment would pass for a package of that name (-P).
+    check = [sys.executable, "-P", "-c", f"import {', '.join(USED)}"]
     _succeed("it cannot be imported beside this vLLM", check, IMPORT_DEADLINE_S)
     stamp.write_text(wanted)
 
@@ -90,6 +93,8 @@ def environment() -> dict[str, str]:
         "LMCACHE_TRACK_USAGE": "false",
         # A line for each request, as it writes otherwise, costs it time.
         "LMCACHE_LOG_LEVEL": "WARNING",
+        # It imports Mooncake where that is installed (`make test-remote`).
+        **mooncake.environment(),
     }
 
 
