@@ -118,5 +118,15 @@ def main() -> None:
         engine.shutdown()
 
 
+def attend_over_latents() -> None:
+    """Has models with latent vectors always attend over these. SGLang would compute the beginning of a prompt
+    with full heads instead, which its attention in plain PyTorch, the only one on most CPUs, cannot do."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
+
+
 if __name__ == "__main__":
     main()
+else:  # in each process of the engine, which begins with an import of this file
+    attend_over_latents()
