@@ -31,16 +31,21 @@ def family(name: str) -> tiny_models.Family:
     return replace(known, config=known.config | {"rope_scaling": YARN}) if name == "deepseek2" else known
 
 
-@pytest.mark.parametrize("name", ["gemma3", "deepseek2"])
-def test_another_engine_restores_what_one_has_computed(host: DaemonHost, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("gemma3", 1), ("deepseek2", 2)])
+def test_another_engine_restores_what_one_has_computed(
+    host: DaemonHost, tmp_path: Path, name: str, ranks: int
+) -> None:
+    """Latent vectors are the same on every rank: one stores, and all load."""
     model = tiny_models.write(tmp_path / name, family(name))
-    arguments = with_linker(host.socket)
+    arguments = with_linker(host.socket) | {"tp_size": ranks}
     with Engine(model, tmp_path / "first.log", **arguments) as first:
         cold, local = first.generate(PROMPT), first.generate(PROMPT)
         assert cold.restored == 0
         assert local.computed_before == WHOLE
         assert "kvtier is off" not in first.log
         until(lambda: host.status().blocks.ready >= WHOLE // PAGE, "the pages are stored")
+        if name == "deepseek2":
+            assert host.metrics()["kvtier_store_blocks_total.host"] < ranks * WHOLE // PAGE
     with Engine(model, tmp_path / "second.log", **arguments) as second:
         restored = second.generate(PROMPT)
         assert (restored.computed_before, restored.restored) == (0, WHOLE)
