@@ -29,7 +29,7 @@ SHOWN_CHARACTERS_MAX = 64
 """How much of a client's text is repeated in an answer."""
 
 
-class Verdict(enum.StrEnum):
+class HintVerdict(enum.StrEnum):
     """What became of an action."""
 
     ACCEPTED = "accepted"
@@ -43,7 +43,7 @@ class Answer:
 
     action_id: str
     action_type: str
-    verdict: Verdict
+    verdict: HintVerdict
     reason: str = ""
     """What is not done, and why; empty if all is."""
 
@@ -148,13 +148,15 @@ def read(envelope: Any, prompt_tokens: int, allowed: Allowed) -> Hints:
             for each in actions[: ACTIONS_MAX + 1]
         ]
     except Exception as error:
-        return Hints(answers=(Answer("", "", Verdict.REFUSED, f"not an envelope of hints: {_shown(error)}"),))
+        return Hints(
+            answers=(Answer("", "", HintVerdict.REFUSED, f"not an envelope of hints: {_shown(error)}"),)
+        )
     if len(named) > ACTIONS_MAX:
         reason = f"{len(actions)} actions: at most {ACTIONS_MAX} are read"
-        return Hints(answers=(Answer("", "", Verdict.REFUSED, reason),))
+        return Hints(answers=(Answer("", "", HintVerdict.REFUSED, reason),))
     if version.split(".")[0] != PROTOCOL_MAJOR:
         reason = f"protocol_version {_shown(version)} is not known: write 0.1"
-        return Hints(answers=tuple(_answer(each, Verdict.REFUSED, reason) for each in named))
+        return Hints(answers=tuple(_answer(each, HintVerdict.REFUSED, reason) for each in named))
     found = _Found(prompt_tokens, allowed)
     answers = tuple(_answer(each, *_read_action(found, each[2])) for each in named)
     return Hints(tuple(found.holds), found.cool_from_tokens, found.prefetch, answers)
@@ -164,12 +166,12 @@ def _get(structure: Any, name: str) -> Any:
     return structure[name] if isinstance(structure, Mapping) else getattr(structure, name)
 
 
-def _answer(named: tuple[str, str, Any], verdict: Verdict, reason: str) -> Answer:
+def _answer(named: tuple[str, str, Any], verdict: HintVerdict, reason: str) -> Answer:
     action_id, action_type, _ = named
     return Answer(action_id[:SHOWN_CHARACTERS_MAX], action_type[:SHOWN_CHARACTERS_MAX], verdict, reason)
 
 
-def _read_action(found: _Found, action: Any) -> tuple[Verdict, str]:
+def _read_action(found: _Found, action: Any) -> tuple[HintVerdict, str]:
     found.clipped = []
     try:
         action_type = _get(action, "action_type")
@@ -184,10 +186,10 @@ def _read_action(found: _Found, action: Any) -> tuple[Verdict, str]:
             raise _Refused(f"payload {_shown(payload)}: write an object")
         reader(found, payload)
     except _Refused as error:
-        return Verdict.REFUSED, str(error)
+        return HintVerdict.REFUSED, str(error)
     except Exception as error:
-        return Verdict.REFUSED, f"cannot be read: {_shown(error)}"
-    return (Verdict.CLIPPED, "; ".join(found.clipped)) if found.clipped else (Verdict.ACCEPTED, "")
+        return HintVerdict.REFUSED, f"cannot be read: {_shown(error)}"
+    return (HintVerdict.CLIPPED, "; ".join(found.clipped)) if found.clipped else (HintVerdict.ACCEPTED, "")
 
 
 def _pin(found: _Found, payload: Mapping[str, Any]) -> None:

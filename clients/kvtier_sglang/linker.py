@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from kvtier import ClientOptions, GroupQuery
 from kvtier_engine import autostart
-from kvtier_engine.hints import Allowed, Answer, Verdict
+from kvtier_engine.hints import Allowed, Answer, HintVerdict
 from kvtier_engine.link import Link
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -132,7 +132,7 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def hinted(self, envelope: Any, prompt_tokens: int, pages: Pages) -> list[Answer]:
         """Does what a request's KV hints ask for (see `hinted`), and returns the answers."""
-        off = [Answer("", "", Verdict.REFUSED, "kvtier is off for this engine, whose log says why")]
+        off = [Answer("", "", HintVerdict.REFUSED, "kvtier is off for this engine, whose log says why")]
         side = self._active
         return off if side is None else self._guard(lambda: side.hinted(envelope, prompt_tokens, pages), off)
 

@@ -11,7 +11,7 @@ from tests.support.daemon import DaemonHost, until
 from tests.vllm import engine as of_vllm
 from tests.vllm.rig import kv_transfer_config
 
-pytestmark = [pytest.mark.sglang, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.timeout(900)]
 PROMPT = [(7 * i * i + 11 * i) % 1000 for i in range(900)]
 VLLM_BLOCK = 32
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from kvtier.retention import SECONDS_MAX
 from kvtier_engine import hints
-from kvtier_engine.hints import Allowed, Hints, Hold, Verdict
+from kvtier_engine.hints import Allowed, Hints, HintVerdict, Hold
 from kvtier_engine.settings import is_number
 
 from kvtier_vllm.config import TIERS_EXPECTED, ConnectorConfig, are_tiers
@@ -59,7 +59,7 @@ class Controls:
         self._config = config
         self._log = log
         self._warned: set[str] = set()
-        self.answered = dict.fromkeys(Verdict, 0)
+        self.answered = dict.fromkeys(HintVerdict, 0)
         """How many KV hints were answered, by answer."""
         self._usual: Control | None = None
         """What holds for requests that wish for nothing, if that does not depend on their prompts."""

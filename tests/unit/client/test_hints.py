@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtier_engine.hints import ACTIONS_MAX, DIRECTIVES_MAX, NONE, Allowed, Hints, Hold, Verdict, read
+from kvtier_engine.hints import ACTIONS_MAX, DIRECTIVES_MAX, NONE, Allowed, Hints, HintVerdict, Hold, read
 
 PROMPT = 100
 ALL = Allowed(hold_s_max=300, hold_s_max_name="max_pin_s", load=True)
@@ -25,7 +25,7 @@ def envelope(*actions: Any, version: str = "0.1") -> dict[str, Any]:
     return {"protocol_version": version, "message_id": "m", "actions": list(actions)}
 
 
-def one(kind: str, payload: Any, allowed: Allowed = ALL, **rest: Any) -> tuple[Hints, Verdict, str]:
+def one(kind: str, payload: Any, allowed: Allowed = ALL, **rest: Any) -> tuple[Hints, HintVerdict, str]:
     """Reads one action; returns what it comes to, and its answer."""
     hints = read(envelope(action(kind, payload, **rest)), PROMPT, allowed)
     [answer] = hints.answers
@@ -46,18 +46,18 @@ def test_structures_and_json_objects_say_the_same() -> None:
 
 def test_a_pin_is_held_as_long_as_the_engine_allows() -> None:
     for payload, holds, verdict in (
-        ({"duration": 60}, (Hold(60),), Verdict.ACCEPTED),
-        ({"duration": 60.5, "end": 50}, (Hold(60.5, 50),), Verdict.ACCEPTED),
-        ({"duration": 0}, (), Verdict.ACCEPTED),
-        ({"duration": 301}, (Hold(300),), Verdict.CLIPPED),
-        ({}, (Hold(300),), Verdict.CLIPPED),
-        ({"duration": None, "end": None}, (Hold(300),), Verdict.CLIPPED),
+        ({"duration": 60}, (Hold(60),), HintVerdict.ACCEPTED),
+        ({"duration": 60.5, "end": 50}, (Hold(60.5, 50),), HintVerdict.ACCEPTED),
+        ({"duration": 0}, (), HintVerdict.ACCEPTED),
+        ({"duration": 301}, (Hold(300),), HintVerdict.CLIPPED),
+        ({}, (Hold(300),), HintVerdict.CLIPPED),
+        ({"duration": None, "end": None}, (Hold(300),), HintVerdict.CLIPPED),
     ):
         hints, answer, reason = one("kv.pin", payload)
         assert (hints.holds, answer) == (holds, verdict), payload
-        assert (reason == "held for 300 s, which is max_pin_s") == (verdict is Verdict.CLIPPED)
+        assert (reason == "held for 300 s, which is max_pin_s") == (verdict is HintVerdict.CLIPPED)
     hints, answer, reason = one("kv.pin", {"duration": 1}, NOTHING)
-    assert (hints.holds, answer) == ((), Verdict.REFUSED)
+    assert (hints.holds, answer) == ((), HintVerdict.REFUSED)
     assert reason == "this engine holds nothing for requests (max_pin_s is 0)"
 
 
@@ -68,46 +68,46 @@ def test_directives_hold_the_head_and_release_the_tail() -> None:
         {"start": 80, "priority": 0},
     ]
     hints, answer, _ = one("kv.retain", {"scope": "alice", "directives": directives})
-    assert answer is Verdict.ACCEPTED
+    assert answer is HintVerdict.ACCEPTED
     assert hints.holds == (Hold(250, 40), Hold(20, 80))
     assert hints.cool_from_tokens == 80
     hints, answer, _ = one("kv.retain", {"directives": [{"covers_output": True, "priority": 0}]})
-    assert (answer, hints.cool_from_tokens) == (Verdict.ACCEPTED, PROMPT)
+    assert (answer, hints.cool_from_tokens) == (HintVerdict.ACCEPTED, PROMPT)
     hints, answer, _ = one(
         "kv.retain", {"directives": [{"covers_output": True, "priority": 5, "duration": 1}]}
     )
-    assert (answer, hints.holds) == (Verdict.ACCEPTED, (Hold(1),))
-    assert one("kv.retain", {"directives": []})[1] is Verdict.ACCEPTED
+    assert (answer, hints.holds) == (HintVerdict.ACCEPTED, (Hold(1),))
+    assert one("kv.retain", {"directives": []})[1] is HintVerdict.ACCEPTED
 
 
 def test_where_nothing_may_be_held_the_rest_of_the_directives_is_done() -> None:
     directives = [{"end": 40, "priority": 9}, {"start": 40, "priority": 0}]
     hints, answer, reason = one("kv.retain", {"directives": directives}, NOTHING)
-    assert (answer, hints.holds, hints.cool_from_tokens) == (Verdict.CLIPPED, (), 40)
+    assert (answer, hints.holds, hints.cool_from_tokens) == (HintVerdict.CLIPPED, (), 40)
     assert "max_pin_s is 0" in reason
-    assert one("kv.retain", {"directives": directives[:1]}, NOTHING)[1] is Verdict.REFUSED
+    assert one("kv.retain", {"directives": directives[:1]}, NOTHING)[1] is HintVerdict.REFUSED
 
 
 def test_an_engine_that_does_not_know_generated_tokens_says_so() -> None:
     hints, answer, reason = one("kv.pin", {"duration": 9}, PROMPTS_ONLY)
-    assert (hints.holds, answer) == ((Hold(9, PROMPT),), Verdict.CLIPPED)
+    assert (hints.holds, answer) == ((Hold(9, PROMPT),), HintVerdict.CLIPPED)
     assert reason == "of the prompt only, not of generated tokens"
-    assert one("kv.pin", {"duration": 9, "end": PROMPT}, PROMPTS_ONLY)[1] is Verdict.ACCEPTED
+    assert one("kv.pin", {"duration": 9, "end": PROMPT}, PROMPTS_ONLY)[1] is HintVerdict.ACCEPTED
     tail = {"directives": [{"covers_output": True, "priority": 0}]}
-    assert one("kv.retain", tail, PROMPTS_ONLY)[1] is Verdict.REFUSED
+    assert one("kv.retain", tail, PROMPTS_ONLY)[1] is HintVerdict.REFUSED
 
 
 def test_demote_and_prefetch() -> None:
     hints, answer, _ = one("kv.demote", {})
-    assert (hints.cool_from_tokens, answer) == (0, Verdict.ACCEPTED)
+    assert (hints.cool_from_tokens, answer) == (0, HintVerdict.ACCEPTED)
     assert one("kv.demote", {"start": 30})[0].cool_from_tokens == 30
     _, answer, reason = one("kv.demote", {"session_id": "s"})
-    assert (answer, "no sessions" in reason) == (Verdict.REFUSED, True)
+    assert (answer, "no sessions" in reason) == (HintVerdict.REFUSED, True)
     hints, answer, _ = one("kv.prefetch", {})
-    assert (hints.prefetch, answer) == (True, Verdict.ACCEPTED)
+    assert (hints.prefetch, answer) == (True, HintVerdict.ACCEPTED)
     assert one("kv.prefetch", {}, NOTHING)[:2] == (
         Hints(answers=read(envelope(action("kv.prefetch", {})), PROMPT, NOTHING).answers),
-        Verdict.REFUSED,
+        HintVerdict.REFUSED,
     )
 
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_done_is_refused_with_what_to_write_instead(
     kind: Any, payload: Any, told: str
 ) -> None:
     hints, answer, reason = one(kind, payload)
-    assert answer is Verdict.REFUSED
+    assert answer is HintVerdict.REFUSED
     assert told in reason
     assert len(reason) < 250
     assert (hints.holds, hints.cool_from_tokens, hints.prefetch) == ((), None, False)
@@ -161,14 +161,14 @@ def test_one_wrong_directive_has_none_of_its_action_done_and_no_other_action_und
     hints = read(envelope(wrong, action("kv.pin", {"duration": 7}, name="r")), PROMPT, ALL)
     assert hints.holds == (Hold(7),)
     assert [(each.action_id, each.verdict) for each in hints.answers] == [
-        ("w", Verdict.REFUSED),
-        ("r", Verdict.ACCEPTED),
+        ("w", HintVerdict.REFUSED),
+        ("r", HintVerdict.ACCEPTED),
     ]
 
 
 def test_versions_of_the_same_major_number_are_read() -> None:
     pin = {"duration": 7}
-    assert one("kv.pin", pin, version="1.9")[1] is Verdict.ACCEPTED
+    assert one("kv.pin", pin, version="1.9")[1] is HintVerdict.ACCEPTED
     assert one("kv.pin", pin, version="2.0")[2] == "action_version '2.0' is not known: write 1.0"
     for version, holds in (("0.2", (Hold(7),)), ("1.0", ())):
         hints = read(envelope(action("kv.pin", pin), version=version), PROMPT, ALL)
@@ -179,7 +179,7 @@ def test_what_is_no_envelope_is_answered_once() -> None:
     for wrong in (7, {}, {"protocol_version": "0.1"}, envelope(7), envelope({}), {"actions": 7}):
         hints = read(wrong, PROMPT, ALL)
         [answer] = hints.answers
-        assert answer.verdict is Verdict.REFUSED
+        assert answer.verdict is HintVerdict.REFUSED
         assert "not an envelope of hints" in answer.reason
     many = read(envelope(*[action("kv.pin", {})] * (ACTIONS_MAX + 1)), PROMPT, ALL)
     assert [each.reason for each in many.answers] == ["65 actions: at most 64 are read"]
@@ -216,10 +216,10 @@ def test_whatever_is_sent_each_action_has_an_answer_and_nothing_is_beyond_the_bo
     hints = read(envelope(*actions), PROMPT, allowed)
     assert len(hints.answers) == len(actions)
     for answer in hints.answers:
-        assert (answer.verdict is Verdict.ACCEPTED) == (not answer.reason)
+        assert (answer.verdict is HintVerdict.ACCEPTED) == (not answer.reason)
     for hold in hints.holds:
         assert 0 < hold.seconds <= allowed.hold_s_max
         assert hold.end_tokens is None or hold.end_tokens > 0
     assert hints.cool_from_tokens is None or hints.cool_from_tokens >= 0
-    if all(answer.verdict is Verdict.REFUSED for answer in hints.answers):
+    if all(answer.verdict is HintVerdict.REFUSED for answer in hints.answers):
         assert (hints.holds, hints.cool_from_tokens, hints.prefetch) == ((), None, False)

@@ -9,6 +9,7 @@ TESTS = Path(__file__).resolve().parents[2]
 FROM_A_TEST = re.compile(r"^\s*(?:from|import) (tests\.(?:\w+\.)*test_\w+)", re.MULTILINE)
 FOLDERS = {
     "vllm": ("vllm/",),
+    "sglang": ("sglang/",),
     "deploy": ("deploy/",),
     "fake_gpu": ("unit/client/", "unit/transfer/", "integration/", "gpu/", "faults/gpu/", "vllm/"),
 }
