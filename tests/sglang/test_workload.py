@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,12 +124,17 @@ def test_whatever_happens_to_the_daemon_every_answer_is_right(
             trouble.end()
         until(engine.flush, "nothing is left under way")
         [state] = engine.call("state")["state"]
-    with Engine(model, tmp_path / "oracle.log", disable_radix_cache=True) as engine:
-        oracle = run(engine, todo, aborts=False)
-    # With room for as much as the daemon has: a hit holds what was computed in another way, a token at a time
-    # for example, and that rounds otherwise.
-    with Engine(model, tmp_path / "control.log", max_total_tokens=1 << 16) as engine:
-        control = run(engine, todo, aborts=False)
+
+    def alone(name: str, **arguments: Any) -> dict[str, Answer]:
+        with Engine(model, tmp_path / f"{name}.log", **arguments) as engine:
+            return run(engine, todo, aborts=False)
+
+    with ThreadPoolExecutor() as beside:
+        first = beside.submit(alone, "oracle", disable_radix_cache=True)
+        # With room for as much as the daemon has: a hit holds what was computed in another way, a token at a
+        # time for example, and that rounds otherwise.
+        second = beside.submit(alone, "control", max_total_tokens=1 << 16)
+        oracle, control = first.result(), second.result()
 
     wanted = {ask.name for ask in todo if ask.abort_after_s is not None}
     assert {name for name, answer in judged.items() if answer.reason != "length"} <= wanted
