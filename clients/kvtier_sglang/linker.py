@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvtier_sglang import hinted, updates
+from kvtier_sglang import matching, updates
 from kvtier_sglang.agreement import Agreement
 from kvtier_sglang.config import LinkerConfig
 from kvtier_sglang.hinted import HintedRequests, Pages
@@ -87,7 +87,7 @@ class KvtierLinker(UnifiedCacheLinker):
             names = [component.name for component in components]
             self._side = _Side(self._config, server_args, params, names, self._disable)
             updates.listen(self._side)
-            hinted.listen(KvtierLinker)
+            matching.listen(KvtierLinker)
             self.pools = dict.fromkeys(self._side.names)  # SGLang asks which there are
         except Exception as error:
             self._disable(error)
@@ -135,6 +135,10 @@ class KvtierLinker(UnifiedCacheLinker):
         off = [Answer("", "", HintVerdict.REFUSED, "kvtier is off for this engine, whose log says why")]
         side = self._active
         return off if side is None else self._guard(lambda: side.hinted(envelope, prompt_tokens, pages), off)
+
+    def text_of(self, key: Any, req: Any) -> Any:
+        """Returns the part of a request's RadixKey that may be looked up (see `media`)."""
+        return self._guard(lambda: matching.text_of(key, req), key)
 
     # --- stores
 
