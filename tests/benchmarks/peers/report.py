@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.lmcache_peer import UV
+from tests.benchmarks.peers.reasons import reasons_of
 
 MATPLOTLIB = "matplotlib>=3.10,<4"
 DRAW_DEADLINE_S = 180
@@ -152,7 +153,9 @@ def _verdicts(results: dict[str, Any], titles: dict[str, str]) -> list[Any]:
         f"Of {len(rows)} figures kvtier won {counts['won']}, lost {counts['lost']}, and {counts['equal']} are"
         " equal."
     )
-    return [said, (head, cells)]
+    lost = reasons_of(rows)
+    why = ["What was lost, why, and what winning it would take:", (("lost", "why", "would take"), lost)]
+    return [said, (head, cells), *(why if lost else [])]
 
 
 def _peers(results: dict[str, Any]) -> list[Any]:

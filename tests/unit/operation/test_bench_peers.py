@@ -18,6 +18,7 @@ from tests.benchmarks.peers.driver import BLOCK_TOKENS, MODELS, SHAPES, SMALL, P
 from tests.benchmarks.peers.engine_child import EngineCommands, make_engine, scattered
 from tests.benchmarks.peers.faults import flip_bytes
 from tests.benchmarks.peers.memcpy_peer import MEMCPY
+from tests.benchmarks.peers.reasons import NOT_KNOWN, reasons_of
 from tests.benchmarks.peers.registry import COPY_PEERS, FAULT_PEERS, LOOKUP_PEERS, PEERS, SERVERS
 from tests.benchmarks.peers.rows import compared
 from tests.vllm.engine import Generated
@@ -266,3 +267,22 @@ def test_a_replay_serves_everybody_the_same_and_what_it_has_time_for(monkeypatch
     told = results_of(replay={"restored": [restored], "traces": [found | {"source": "made up"}]})
     assert {"restored_50_ttft_ms", "trace_chat_ttft_ms"} <= {row["name"] for row in told["rows"]}
     assert "50 tokens | no cache" in report.markdown(report.sections_of(told, []))
+
+
+def test_what_is_lost_is_told_with_its_reason() -> None:
+    names = (
+        "lookup_1_p50_us",
+        "lookup_64_p99_us",
+        "lookup_1024_p50_us",
+        "store_70b_whole_gb_per_s",
+        "new_ms",
+    )
+    rows = [{"name": name, "title": name, "verdict": "lost"} for name in names]
+    rows.append({"name": "lookup_1_p99_us", "title": "won", "verdict": "won"})
+    found = reasons_of(rows)
+    assert [titles for titles, _, _ in found] == [
+        "lookup_1_p50_us; lookup_64_p99_us",
+        "lookup_1024_p50_us; new_ms",
+        "store_70b_whole_gb_per_s",
+    ]
+    assert [why == NOT_KNOWN for _, why, _ in found] == [False, True, False]
