@@ -20,7 +20,7 @@ class Reason(NamedTuple):
 NOT_KNOWN = "Not known: nobody has profiled it yet."
 REASONS = (
     Reason(
-        r"lookup_(1|64)_p\d+_us",
+        r"lookup_(1|64|1024)_p\d+_us",
         "Of about 500 µs, 300 are gRPC's, and most of the rest is Python on both sides. Each lookup also"
         " leases what it found, and gives it back. Mooncake sends one message between two C++ programs, which"
         " asks whether keys exist, and holds nothing that has to be given back.",

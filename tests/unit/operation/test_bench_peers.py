@@ -273,7 +273,7 @@ def test_what_is_lost_is_told_with_its_reason() -> None:
     names = (
         "lookup_1_p50_us",
         "lookup_64_p99_us",
-        "lookup_1024_p50_us",
+        "lookup_8192_p50_us",
         "store_70b_whole_gb_per_s",
         "new_ms",
     )
@@ -282,7 +282,7 @@ def test_what_is_lost_is_told_with_its_reason() -> None:
     found = reasons_of(rows)
     assert [titles for titles, _, _ in found] == [
         "lookup_1_p50_us; lookup_64_p99_us",
-        "lookup_1024_p50_us; new_ms",
+        "lookup_8192_p50_us; new_ms",
         "store_70b_whole_gb_per_s",
     ]
     assert [why == NOT_KNOWN for _, why, _ in found] == [False, True, False]
