@@ -84,10 +84,12 @@ class KvtierLinker(UnifiedCacheLinker):
         """Nodes that were offered, without a side to store them, and whose results were not taken."""
         try:
             check_version(importlib.metadata.version("sglang"))
+            # Before anything that may fail on one rank alone: ranks wait for each other in a lookup, so all
+            # of them have to ask for the same pages.
+            matching.listen(KvtierLinker)
             names = [component.name for component in components]
             self._side = _Side(self._config, server_args, params, names, self._disable)
             updates.listen(self._side)
-            matching.listen(KvtierLinker)
             self.pools = dict.fromkeys(self._side.names)  # SGLang asks which there are
         except Exception as error:
             self._disable(error)
