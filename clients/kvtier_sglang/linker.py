@@ -40,6 +40,8 @@ from kvtier_sglang.wishes import Wishes
 ATTACH_WAIT_S = 1.0
 """How long an engine's start may wait for the daemon, so that its first requests can already hit."""
 CLOSE_TIMEOUT_S = 2.0
+PAGE_TOKENS = 16
+"""Engines with smaller pages are warned: for each page there is a lookup, a record and a copy."""
 
 _Result = TypeVar("_Result")
 log = logging.getLogger("sglang.kvtier")
@@ -244,6 +246,13 @@ class _Side:
         self._replicated = is_replicated(kvcache)
         self._staging = Staging(pools, config.staging_mib << 20)
         self._rank = _rank(params)
+        if params.page_size < PAGE_TOKENS and not self._rank:
+            log.warning(
+                "kvtier: pages of %d tokens are small. Each is stored, found and loaded by itself, which"
+                " costs time and memory. Set --page-size to %d or more.",
+                params.page_size,
+                PAGE_TOKENS,
+            )
         self._instance = f"sglang-{os.getpid()}-{secrets.token_hex(4)}"
         self._secret = secrets.token_bytes(16)
         queries = [GroupQuery(group, pool.window_blocks) for group, pool in enumerate(pools)]

@@ -18,6 +18,8 @@ SGLANG = ROOT / "build" / "sglang"
 """Where `tools/setup.sh sglang` puts SGLang, beside the environment's own packages."""
 START_TIMEOUT_S, CALL_TIMEOUT_S = 300.0, 120.0
 PAGE = 16
+INJECTED = "KVTIER_TEST_INJECTED"
+"""The environment variable that tells an engine's processes what is to go wrong in them."""
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -33,6 +35,7 @@ SETTINGS: dict[str, Any] = {
     "max_running_requests": 8,
     "page_size": PAGE,
     "random_seed": 0,
+    "log_level": "warning",
 }
 """What a CPU needs, and what keeps an engine small."""
 
@@ -93,8 +96,10 @@ def with_linker(socket: Path, **settings: Any) -> dict[str, Any]:
 class Engine:
     """Requests may be under way side by side."""
 
-    def __init__(self, model: Path, log: Path, **arguments: Any) -> None:
-        """Starts it, and does not wait for it."""
+    def __init__(
+        self, model: Path, log: Path, *, injected: Mapping[str, int] | None = None, **arguments: Any
+    ) -> None:
+        """Starts it, and does not wait for it. `injected`: see engine_process.inject."""
         self._log = log
         settings = {"model_path": str(model), **SETTINGS, **arguments}
         paths = [ROOT / "clients", ROOT / "tests" / "sglang" / "stand_ins", SGLANG]
@@ -103,6 +108,7 @@ class Engine:
             "SGLANG_USE_CPU_ENGINE": "1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            INJECTED: json.dumps(injected or {}),
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a start without byte code takes minutes
         if settings.get("tp_size", 1) > 1:

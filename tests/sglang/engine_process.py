@@ -7,11 +7,13 @@ which they end. Standard error has SGLang's log.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 TOP = 3
 """Log probabilities of each token: what is likeliest, so that the second one tells how near a tie was."""
@@ -126,7 +128,32 @@ def attend_over_latents() -> None:
     handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
 
 
+def inject(failing_rank: int | None = None, first_media: int | None = None) -> None:
+    """Changes what this process will do.
+
+    failing_rank: the rank that finds no memory when its linker starts.
+    first_media: from this token on, tokens count as parts of images.
+    """
+    if failing_rank is None and first_media is None:
+        return  # an import of the linker takes seconds
+    import torch
+    from kvtier_sglang import matching, staging
+
+    allocate = staging.Staging.__init__
+
+    def allocate_or_fail(*arguments: Any) -> None:
+        if torch.distributed.get_rank() == failing_rank:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(*arguments)
+
+    if failing_rank is not None:
+        mock.patch.object(staging.Staging, "__init__", allocate_or_fail).start()
+    if first_media is not None:
+        mock.patch.object(matching, "MM_PAD_SHIFT_VALUE", first_media).start()
+
+
 if __name__ == "__main__":
     main()
 else:  # in each process of the engine, which begins with an import of this file
     attend_over_latents()
+    inject(**json.loads(os.environ["KVTIER_TEST_INJECTED"]))

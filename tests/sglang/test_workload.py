@@ -20,7 +20,7 @@ from tests.support.judging import compare, mistakes
 
 pytestmark = [pytest.mark.sglang, pytest.mark.faults, pytest.mark.timeout(1_800)]
 LONG = os.environ.get("KVTIER_WORKLOAD") == "long"
-REQUESTS = 1_200 if LONG else 240
+REQUESTS = 1_050 if LONG else 240
 SEED = int(os.environ.get("KVTIER_SEED", "20261128"))
 SIDE_BY_SIDE = 8
 FLUSHES = 1 / 60

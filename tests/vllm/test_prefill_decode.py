@@ -75,6 +75,13 @@ def prompt_tokens_cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def connector_counts(server: ApiServer) -> str:
+    """What the connector has counted, which tells why something was computed."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=DEADLINE_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return "\n".join(line for line in lines if line.startswith("vllm:kvtier_"))
+
+
 @pytest.fixture
 def new_host() -> Iterator[NewHost]:
     with several_hosts() as make:
@@ -126,7 +133,7 @@ def test_what_one_engine_computes_another_answers(
         if prompt_tokens_cached(answer) == FULL:
             break
     else:
-        pytest.fail(f"nothing was loaded in {ATTEMPTS} attempts: {proxy.log()}")
+        pytest.fail(f"nothing was loaded in {ATTEMPTS} attempts: {proxy.log()}\n{connector_counts(decode)}")
 
     streamed = proxy.post({"prompt": prompt(TOKENS, seed=71), **BODY, "stream": True}).decode()
     assert streamed.count("data: ") >= 8
