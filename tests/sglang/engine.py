@@ -18,7 +18,7 @@ SGLANG = ROOT / "build" / "sglang"
 """Where `tools/setup.sh sglang` puts SGLang, beside the environment's own packages."""
 START_TIMEOUT_S, CALL_TIMEOUT_S = 300.0, 120.0
 PAGE = 16
-INJECTED = "KVTIER_TEST_INJECTED"
+INJECTED = "ENGINE_TEST_INJECTED"
 """The environment variable that tells an engine's processes what is to go wrong in them."""
 SETTINGS: dict[str, Any] = {
     "device": "cpu",

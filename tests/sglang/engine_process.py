@@ -156,4 +156,4 @@ if __name__ == "__main__":
     main()
 else:  # in each process of the engine, which begins with an import of this file
     attend_over_latents()
-    inject(**json.loads(os.environ["KVTIER_TEST_INJECTED"]))
+    inject(**json.loads(os.environ["ENGINE_TEST_INJECTED"]))
