@@ -14,7 +14,8 @@ configuration is not free for others, even while it holds less.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -70,6 +71,7 @@ class LeaseBudget:
         self._table = table
         self._slots = slots
         self._geometry = slots.geometry
+        self._taken_by = lru_cache(1_024)(slots.geometry.taken_by)
         self._fraction = fraction
         self.all = HeldBlocks(self._table.hold_counts(), NO_TENANT)
 
@@ -84,7 +86,7 @@ class LeaseBudget:
 
     def block_bytes(self, domain: Domain) -> int:
         """What one block takes of the pool, including what is lost where slots do not fill their extents."""
-        return self._geometry.taken_by(domain.per_size)
+        return self._taken_by(domain.per_size)
 
     def prefix_tokens(self, plans: Sequence[LeasablePlan]) -> int:
         """Tokens of the longest prefix whose blocks of all these groups fit at once into the pool as it will
@@ -104,12 +106,12 @@ class LeaseBudget:
 
     def room_bytes(self, own: HeldBlocks) -> int:
         """How much more an instance may hold, besides what it and all others hold already."""
-        kept = sum(
-            max(0, int(least * self.leasable_bytes) - self._held_bytes[tenant])
-            for tenant, least in self._tenants.reserved
-            if tenant != own.tenant
-        )
-        free = max(0, self.leasable_bytes - self.all.bytes - kept)
+        leasable_bytes = self.leasable_bytes
+        kept = 0
+        for tenant, least in self._tenants.reserved:
+            if tenant != own.tenant:
+                kept += max(0, int(least * leasable_bytes) - self._held_bytes[tenant])
+        free = max(0, leasable_bytes - self.all.bytes - kept)
         room = free
         if self._tenants.several:
             room = _threshold(room, self._held_bytes[own.tenant])
@@ -126,19 +128,24 @@ class LeaseBudget:
 
     def add(self, own: HeldBlocks, domain: Domain, entries: Entries) -> None:
         """From now on a lease or load of an instance holds these blocks."""
-        self._change(own, domain, entries, HeldBlocks.add)
+        block_bytes, before = self.block_bytes(domain), own.bytes
+        own.add(entries, block_bytes)
+        self.all.add(entries, block_bytes)
+        self._changed(own.tenant, own.bytes - before)
 
     def remove(self, own: HeldBlocks, domain: Domain, entries: Entries) -> None:
         """Undoes an `add` of the same entries."""
-        self._change(own, domain, entries, HeldBlocks.remove)
+        block_bytes, before = self.block_bytes(domain), own.bytes
+        own.remove(entries, block_bytes)
+        self.all.remove(entries, block_bytes)
+        self._changed(own.tenant, own.bytes - before)
 
-    def _change(self, own: HeldBlocks, domain: Domain, entries: Entries, change: Callable[..., None]) -> None:
-        block_bytes, before, tenant = self.block_bytes(domain), own.bytes, own.tenant
-        change(own, entries, block_bytes)
-        change(self.all, entries, block_bytes)
-        self._held_bytes[tenant] += own.bytes - before
-        if not self._held_bytes[tenant]:
-            del self._held_bytes[tenant]
+    def _changed(self, tenant: TenantTag, by_bytes: int) -> None:
+        held_bytes = self._held_bytes[tenant] + by_bytes
+        if held_bytes:
+            self._held_bytes[tenant] = held_bytes
+        else:
+            self._held_bytes.pop(tenant, None)
 
 
 def _threshold(free: int, held: int) -> int:

@@ -7,7 +7,7 @@ the rest is guaranteed, in equal parts, to those other tenants of which an engin
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtierd.core.blocks.domains import Domain, Domains
@@ -34,14 +34,11 @@ class Tenants:
         self._here: Counter[TenantTag] = Counter()
         self._left = 1.0 - sum(share.least for share in shares.values())
         """What nobody in particular was promised."""
+        self.reserved = tuple((tag, share.least) for tag, share in self._shares.items() if share.least)
+        """The tenants to whom something is guaranteed even while they are not here, and what fraction."""
         self.tallies = TenantTallies()
         for tenant in shares:
             self.tallies.name(tag_of(tenant), tenant)
-
-    @property
-    def reserved(self) -> Iterator[tuple[TenantTag, float]]:
-        """The tenants to whom something is guaranteed even while they are not here, and what fraction."""
-        return ((tag, share.least) for tag, share in self._shares.items() if share.least)
 
     @property
     def several(self) -> bool:
