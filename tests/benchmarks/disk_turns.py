@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvtier_kernels import SlabIo, xxh3_64_rows
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.stimuli import CoreDisks
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.tiers.disk.image import WRITER, DiskImage, disk_geometry
 from kvtierd.tiers.disk.slab import SLAB_NAME
 from kvtierd.wire import worker_pb2 as wire

@@ -29,7 +29,7 @@ from kvtierd.core.blocks.slots import PoolGeometry
 from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import CoreLimits
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 
 from tests.benchmarks import restart_daemon
 from tests.benchmarks.restart_daemon import Shape

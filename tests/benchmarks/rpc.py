@@ -77,8 +77,8 @@ def measure(running: Rig) -> dict[str, float]:
 
 
 def leased(figures: dict[str, float], running: Rig, joined: bytes) -> None:
-    """A lookup with a lease that is given back, against the same lookup without one. They take short turns, so
-    that what else the machine does slows down both; the ratio is the median over all pairs of turns."""
+    """A lookup with a lease that is given back, against the same lookup without one. They take short turns,
+    so that what else the machine does slows down both; the ratio is the median over all pairs of turns."""
 
     def with_lease(wanted: bytes) -> None:
         with running.client.lookup(wanted, lease=True, timeout_s=DEADLINE_S) as found:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import obstore
 from kvtierd.config.store import options as read_options
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
 from kvtierd.tiers.store.obstore_store import ObstoreStore
 from kvtierd.workers.store.moving import PACK_BYTES

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 
 from tests.unit.memory.containers import COUNT, KEPT, PAGE_BYTES, SIZE, Container, fill
 from tests.unit.memory.plain_pool import MIB

@@ -1,6 +1,6 @@
 """Pools for tests that need more than the first area of one, without a daemon that gets its memory."""
 
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.memory.populating import populate_range
 
 

@@ -26,7 +26,7 @@ from kvtierd.core.machine import Machine
 from kvtierd.core.maintenance.explain import Explained, PlaceStatus
 from kvtierd.core.state.entities import GroupPlan
 from kvtierd.logs import logger
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.tiers.disk.image import WRITER
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 

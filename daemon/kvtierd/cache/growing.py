@@ -9,7 +9,7 @@ import sys
 
 from kvtierd.cache.facade import Cache
 from kvtierd.logs import logger
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.memory.pool_file import AREA_BYTES, file_bytes, gib, populated_bytes
 from kvtierd.workers.signals import held_back
 

@@ -7,7 +7,7 @@ from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId, SpaceId
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import PublishPage
-from kvtierd.memory import SharedPage
+from kvtierd.memory.index_page import SharedPage
 
 
 class SharedPages:

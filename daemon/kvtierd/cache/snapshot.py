@@ -7,7 +7,7 @@ from typing import Self
 from kvtierd.cache.disks import DiskFile
 from kvtierd.core.ids import SessionId
 from kvtierd.core.status import CoreStatus, DiskStatus
-from kvtierd.memory import PoolStart
+from kvtierd.memory.host_pool import PoolStart
 from kvtierd.workers.channel.status import StatusWord
 from kvtierd.workers.supervisor.devices import SupervisedDevice
 from kvtierd.workers.supervisor.handles import WorkerHandle

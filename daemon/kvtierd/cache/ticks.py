@@ -6,7 +6,7 @@ from collections.abc import Callable
 from kvtierd.cache.facade import Cache
 from kvtierd.core.stimuli import SlotsProven, Tick
 from kvtierd.logs import logger
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 
 TICK_S = 0.1
 IDLE_TICK_S = 0.5

@@ -124,7 +124,7 @@ def serve(context: click.Context, /, config_file: Path | None, **flags: str | No
     loaded = load(context, config_file, given)
     # Imported late: `kvtierd config` and `--help` need neither gRPC nor the native core.
     from kvtierd.cli.interrupts import StoppedEarly
-    from kvtierd.memory import PoolError
+    from kvtierd.memory.errors import PoolError
     from kvtierd.preflight import NotReadyError
     from kvtierd.rpc.sockets import SocketError
     from kvtierd.service import serve as root

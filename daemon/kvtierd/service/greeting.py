@@ -13,7 +13,7 @@ from kvtierd.cache import Snapshot
 from kvtierd.config.daemon import SOCKET_NAME, Config
 from kvtierd.config.settings import human_size, runtime_directory, size_and_parts
 from kvtierd.logs import logger
-from kvtierd.memory import PoolStart
+from kvtierd.memory.host_pool import PoolStart
 
 VLLM_CONFIG = {
     "kv_connector": "KvtierConnector",

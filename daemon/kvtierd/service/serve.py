@@ -32,7 +32,7 @@ from kvtierd.core.ids import PAGE_BYTES, DiskId, TenantTag
 from kvtierd.core.machine import Machine
 from kvtierd.core.stimuli import CoreDisks, PoolPolicy, Reconfigure, Stimulus
 from kvtierd.logs import logger
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.metrics import Metrics, MetricsServer
 from kvtierd.preflight import require
 from kvtierd.rpc.connections import Connections

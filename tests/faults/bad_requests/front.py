@@ -18,7 +18,7 @@ from kvtierd.core.ids import PAGE_BYTES
 from kvtierd.core.machine import Machine
 from kvtierd.core.status import Tally
 from kvtierd.core.stimuli import CoreLimits, WorkerLive
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.rpc.calls import Calls
 from kvtierd.rpc.connections import Connection, Connections
 from kvtierd.rpc.guard import Undecodable, decoder

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from kvtier_kernels import PoolRecords, xxh3_64
 from kvtierd.core.stimuli import Recovered
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 
 from tests.unit.memory.plain_pool import FREE, PAGE, READY, hashes, read_records
 

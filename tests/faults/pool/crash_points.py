@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from kvtier_kernels import PoolRecords, format_pool
-from kvtierd.memory import HostPool, host_pool, pool_file
+from kvtierd.memory import host_pool, pool_file
+from kvtierd.memory.host_pool import HostPool
 
 from tests.faults.pool.blocks import Block, commit_block, found_blocks, open_block, u32, write_shard
 

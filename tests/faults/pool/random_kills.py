@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from kvtierd.memory import HostPool, PoolLocked
+from kvtierd.memory.errors import PoolLocked
+from kvtierd.memory.host_pool import HostPool
 
 from tests.faults.pool.blocks import Block, commit_block, found_blocks, open_block, u32, write_shard
 

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 from kvtier_kernels.cuda import Driver, load
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.wire.worker_pb2 import DeviceRange
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions
 

@@ -11,7 +11,7 @@ import pytest_asyncio
 from kvtierd.cache.disks import DiskFile, DiskFiles
 from kvtierd.core.ids import DiskId
 from kvtierd.core.stimuli import DiskRecovered, Stimulus
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.memory.recovery import Recovery
 from kvtierd.tiers.disk.image import DiskImage, disk_geometry
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerHandle, WorkerProcessState

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvtier_kernels import xxh3_64
 from kvtierd.core.blocks.namespaces import tag_in
 from kvtierd.core.ids import PAGE_BYTES, NamespaceDigest
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.memory.recovery import Recovery
 from kvtierd.tiers.disk.image import WRITER, DiskImage, disk_geometry
 from kvtierd.tiers.disk.slab import SLAB_NAME

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import uvloop
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.workers.lane_chunks import LaneChunks
 from kvtierd.workers.supervisor import lifecycle
 from kvtierd.workers.supervisor.handles import SupervisorLimits, WorkerOptions

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvtier_kernels import PART_STARTED
 from kvtierd.core.actions import Direction
 from kvtierd.core.ids import SessionId
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.wire.worker_pb2 import DeviceRange
 from kvtierd.workers.supervisor.handles import CPU
 

@@ -18,7 +18,7 @@ from kvtierd.core.actions import Direction, PostPart
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import PartId, RegistrationId, SessionId, Ticket, WorkerId
 from kvtierd.core.stimuli import PartFinished, SessionReleased, Signals, WorkerLive
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.wire.worker_pb2 import MappedGroup
 from kvtierd.workers.supervisor.handles import (
     CPU,

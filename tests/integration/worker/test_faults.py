@@ -19,7 +19,8 @@ from kvtierd.core.actions import Direction
 from kvtierd.core.errors import Refusal
 from kvtierd.core.ids import SessionId
 from kvtierd.core.stimuli import PartFinished, PartOutcome, WorkerExited, WorkerLive, WorkerLost
-from kvtierd.memory import HostPool, PoolLocked
+from kvtierd.memory.errors import PoolLocked
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.channel import packets
 from kvtierd.workers.channel.packets import BlockingPacketChannel, packet_socketpair

@@ -10,7 +10,7 @@ import pytest_asyncio
 from kvtierd.core.errors import Reason, Refusal
 from kvtierd.core.ids import SessionId
 from kvtierd.core.stimuli import WorkerExited, WorkerLive, WorkerLost
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.workers.supervisor.handles import SupervisorLimits
 from kvtierd.workers.supervisor.supervisor import Supervisor, WorkerStimulus
 

@@ -11,7 +11,7 @@ from kvtierd.cache.facade import Cache
 from kvtierd.core.actions import Action, AssignExtent, FreeSlots, OpenSlots, QuarantineSlots, Reply
 from kvtierd.core.ids import DiskId, NamespaceDigest, Rank, TransferNumber, WorkerId
 from kvtierd.core.stimuli import CoreLimits, Stimulus, Tick
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.memory.pool_file import config_digest
 from kvtierd.memory.recovery import NOBODY
 from kvtierd.tiers.disk.image import WRITER, DiskImage, disk_geometry

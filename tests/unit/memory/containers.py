@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 
 from tests.unit.memory.plain_pool import MIB, SPACE, hashes, u64
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 
 from tests.unit.memory.plain_pool import MIB, SPACE, hashes
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtierd.memory import HostPool, PoolLocked
+from kvtierd.memory.errors import PoolLocked
+from kvtierd.memory.host_pool import HostPool
 
 from tests.unit.memory.containers import COUNT, KEPT, PAGE_BYTES, SIZE, Container, fill, opened
 from tests.unit.memory.plain_pool import MIB

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvtier_kernels import PoolRecords
-from kvtierd.memory import HostPool, pool_file
+from kvtierd.memory import pool_file
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.memory.pool_file import HEADER_AREA_BYTES, memory_end, whole_areas
 
 from tests.unit.memory.plain_pool import MIB, SPACE, hashes, u64

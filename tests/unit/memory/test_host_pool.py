@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvtierd.memory import HostPool, PoolLocked, PoolRefused, PoolTooLarge
 from kvtierd.memory import host_pool as host_pool_module
+from kvtierd.memory.errors import PoolLocked, PoolRefused, PoolTooLarge
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.memory.pool_file import (
     HEADER_AREA_BYTES,
     default_extent_bytes,
@@ -296,7 +297,7 @@ def test_the_default_extent_fits_the_pool(size: int) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 pool = HostPool.open(Path(sys.argv[1]), int(sys.argv[2]), lock_timeout_s=5)
 print("open", flush=True)
 sys.stdin.read()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvtier_kernels import BlockTable, IndexPage, IndexReader
-from kvtierd.memory import SharedPage
+from kvtierd.memory.index_page import SharedPage
 
 HASHES = np.random.default_rng(3).integers(0, 256, (2_000, 32), np.uint8)
 KEYS = [row.tobytes() for row in HASHES]

@@ -17,7 +17,7 @@ from kvtierd.core.status import (
     WorkerStatus,
 )
 from kvtierd.core.stimuli import CoreIntegrity, Owner
-from kvtierd.memory import PoolStart
+from kvtierd.memory.host_pool import PoolStart
 
 GPU = "GPU-00000000-1111-2222-3333-444444444444"
 IDLE_GPU = "GPU-00000000-1111-2222-3333-555555555555"

@@ -19,7 +19,7 @@ from kvtierd.config.daemon import Config, Loaded, MetricsConfig, PoolConfig, Ser
 from kvtierd.config.disk import DiskConfig
 from kvtierd.config.settings import Given
 from kvtierd.ctl import commands as ctl
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.preflight import (
     OF_DOCTOR,
     Finding,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from kvtierd.core.stimuli import WorkerExited, WorkerLive, WorkerLost
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.workers.supervisor.handles import SupervisorLimits
 from kvtierd.workers.supervisor.supervisor import Supervisor
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from kvtier_kernels import PoolRecords
 from kvtierd.core.ids import Slots
-from kvtierd.memory import HostPool, numa
+from kvtierd.memory import numa
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.workers.channel.status import StatusPage, StatusWord, create_status_fd
 from kvtierd.workers.copy.gpu import registration
 from kvtierd.workers.copy.gpu.registration import PoolNotRegisteredError, PoolRegistration

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kvtier_kernels import PoolRecords
 from kvtierd.core.ids import Slots
-from kvtierd.memory import HostPool
+from kvtierd.memory.host_pool import HostPool
 from kvtierd.wire import worker_pb2 as wire
 from kvtierd.workers.copy.gpu.sealing import Sealer
 from kvtierd.workers.copy.parts import PartEnd, PartTask
