@@ -6,4 +6,5 @@ from kvtierd.cli.entry import prepare_grpc
 prepare_grpc()
 
 import kvtierd.cli.commands  # noqa: E402
+import kvtierd.service.daemon  # noqa: E402
 import kvtierd.service.serve  # noqa: E402, F401

@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
-import grpc
-from kvtier.v1 import admin_pb2, admin_pb2_grpc
-
 from kvtierd.config.daemon import SOCKET_NAME, Config
 from kvtierd.config.settings import declared
 from kvtierd.preflight.findings import Finding, RunningDaemon, Situation, Verdict, in_use_by
@@ -90,6 +87,10 @@ def _check_daemon(situation: Situation) -> Iterator[Finding]:
 
 def _answers(path: Path) -> bool:
     """Whether the process that listens at a socket answers as kvtierd does; a refusal is an answer too."""
+    # Imported late: a start where nobody listens yet has no use for it here.
+    import grpc
+    from kvtier.v1 import admin_pb2, admin_pb2_grpc
+
     with grpc.insecure_channel(f"unix:{path}") as channel:
         try:
             admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=ANSWER_S)

@@ -11,8 +11,6 @@ from kvtierd.service.notify import Notifier
 STATUS_PERIOD_S = 5.0
 PINGS_PER_DEADLINE = 3
 """How many pings are sent per deadline of the watchdog, so that a late one does not end the daemon."""
-EXTENSION_S = 60.0
-"""How much longer each step of a start asks for; no step is silent for longer."""
 
 log = logger(__name__)
 

@@ -14,6 +14,8 @@ from kvtierd.logs import logger
 
 log = logger(__name__)
 
+EXTENSION_S = 60.0
+"""How much longer each step of a start asks for; no step is silent for longer."""
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 

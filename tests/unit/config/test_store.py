@@ -10,7 +10,8 @@ from kvtierd.config.daemon import Config
 from kvtierd.config.settings import ConfigError
 from kvtierd.core.blocks.namespaces import tag_of
 from kvtierd.core.stimuli import WriteMode
-from kvtierd.service import serve
+from kvtierd.service import opening
+from kvtierd.workers.supervisor.kinds import DiskOptions, StoreOptions
 
 from tests.support.drivers import declare
 
@@ -85,11 +86,16 @@ def test_tenants_opt_in_by_name() -> None:
 
 def test_there_may_be_disks_as_well() -> None:
     read = config.load(None, {"store.url": "s3://b", "disk.paths": "/a", "disk.size": "1GiB"}, {}).config
-    [disk, store] = [*serve.open_disks(read), *serve.open_store(read)]
-    assert (disk.number, disk.place, disk.shared) == (0, "/a", False)
-    assert (store.number, store.place, store.shared) == (1, "s3://b", True)
-    for each in (disk, store):
-        each.image.close()
+    images = list(opening.open_images(read))
+    try:
+        [disk, store] = [opening.below(read, number, image, 0) for number, image in enumerate(images)]
+        assert isinstance(disk, DiskOptions)
+        assert isinstance(store, StoreOptions)
+        assert (disk.number, str(disk.path)) == (0, "/a")
+        assert (store.number, store.url) == (1, "s3://b")
+    finally:
+        for image in images:
+            image.close()
 
 
 def test_sizes_have_to_be_possible() -> None:
